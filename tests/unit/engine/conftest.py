@@ -1,4 +1,4 @@
-"""Our HTTP client, which leaves no connection behind."""
+"""An HTTP client, which the fixture checks for open connections."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""A fleet machine under a clock that stands still, with engines that answer probes as told."""
+"""A fleet machine with a manual clock, whose probes the test answers."""
 
 import msgspec
 
@@ -19,7 +19,7 @@ PUBLISHER = b"publisher"
 
 
 class Bench:
-    """A fleet, a clock that stands still, and engines that answer probes as told."""
+    """A fleet, its manual clock, and the probes that wait for an answer."""
 
     def __init__(self, *urls: str, settings: FleetSettings | None = None) -> None:
         settings = settings or FleetSettings()

@@ -1,8 +1,6 @@
-"""Servers that a test scripts byte by byte, and a receiver that writes down what it hears.
+"""HTTP servers that a test scripts byte by byte, and a receiver that records its calls.
 
-Invariant: a script is played once for each connection and sees what the client really sent; nothing
-waits by sleeping. Driven by test_http.py, test_connection.py and
-test_pieces.py.
+A script runs once for each connection and reads the client's real bytes; nothing waits by sleeping.
 """
 
 import asyncio
@@ -20,27 +18,27 @@ PATIENCE_S = 60.0
 
 
 class Wire:
-    """One connection as its server's script sees it."""
+    """One connection, on the server's side."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self.writer = writer
 
     async def read(self) -> bytes:
-        """One request."""
+        """Read one request."""
         head = await self._reader.readuntil(b"\r\n\r\n")
-        _, is_told, rest = head.partition(b"Content-Length: ")
-        length = int(rest.split(b"\r\n")[0]) if is_told else 0
+        _, has_length, rest = head.partition(b"Content-Length: ")
+        length = int(rest.split(b"\r\n")[0]) if has_length else 0
         return head + await self._reader.readexactly(length)
 
     async def answer(self, *pieces: bytes) -> None:
-        """Each piece in a write of its own."""
+        """Send each piece in its own write."""
         for piece in pieces:
             self.writer.write(piece)
             await self.writer.drain()
 
     async def gone(self) -> None:
-        """Until the client hangs up."""
+        """Wait until the client disconnects."""
         with contextlib.suppress(ConnectionError):
             while await self._reader.read(2**16):
                 pass
@@ -50,7 +48,7 @@ Script = Callable[[Wire], Awaitable[None]]
 
 
 class Server:
-    """Plays a script on each connection, then cuts it."""
+    """Run a script on each connection, then close it."""
 
     def __init__(self, script: Script) -> None:
         self.url = ""
@@ -91,8 +89,8 @@ async def serving(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIte
         await server.cut()
 
 
-def saying(*pieces: bytes) -> Script:
-    """Answers one request with these pieces."""
+def answering(*pieces: bytes) -> Script:
+    """Answer one request with these pieces."""
 
     async def script(wire: Wire) -> None:
         await wire.read()
@@ -102,14 +100,14 @@ def saying(*pieces: bytes) -> Script:
 
 
 async def forever(wire: Wire) -> None:
-    """Answers every request."""
+    """Answer every request."""
     while True:
         await wire.read()
         await wire.answer(OK)
 
 
 class Unread:
-    """A piece of a body that is not there yet; counts the bytes that were read of it."""
+    """A piece of a body that is read on demand; counts the bytes read."""
 
     def __init__(self, content: bytes, is_lost: bool = False) -> None:
         self.num_bytes = len(content)
@@ -125,8 +123,8 @@ class Unread:
         return part
 
 
-class Ear:
-    """A receiver that writes down what it hears."""
+class ResponseRecorder:
+    """Record the calls of one response; wait for them."""
 
     def __init__(self) -> None:
         self.status = 0

@@ -54,7 +54,7 @@ class ToyMemory:
 
 
 class ToyBackend:
-    """Samples the successor of each token, in this process."""
+    """Sample the successor of each token, in this process."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class ToyBackend:
         return EngineLoad(0, 0)
 
 
-async def test_a_registered_backend_samples_a_turn() -> None:
+async def test_a_registered_backend_samples_a_generation() -> None:
     register_backend("toy", ToyBackend)
     view = FleetView()
     view.update(FleetChanged(1, (EngineRow(URL, "i", EnginePhase.READY, 3),)), "router")
@@ -154,7 +154,7 @@ async def test_an_engine_that_does_not_pause_in_time_is_unavailable() -> None:
 
 
 def test_a_backend_is_found_by_module_and_attribute() -> None:
-    assert backend_factory("tests.unit.engine.test_backend:ToyBackend") is not None
+    assert backend_factory("tests.unit.engine.test_backend:ToyBackend") is ToyBackend
 
 
 def test_sglang_and_the_embedded_engine_share_one_client() -> None:
@@ -174,7 +174,7 @@ def test_an_unknown_backend_is_one_line_that_names_the_key(name: str) -> None:
 @pytest.mark.parametrize("weights", ["7", "default", "moving-target"])
 def test_name_of_weights_carries_the_memory_state(state: MemoryState, weights: str) -> None:
     if state is MemoryState.HELD and weights.startswith("moving-"):
-        return  # publishers use no such name
+        return  # publishers never use such a name
     assert memory_state_of(weights_name(state, weights)) == (state, weights)
 
 

@@ -22,11 +22,11 @@ from tests.unit.engine.http_peer import (
     CHUNKED,
     OK,
     PATIENCE_S,
-    Ear,
+    ResponseRecorder,
     Unread,
     Wire,
+    answering,
     get,
-    saying,
     serving,
 )
 
@@ -48,7 +48,7 @@ def test_an_answer_is_the_same_however_it_is_cut(size: int) -> None:
     parser.close()
 
 
-def test_what_stands_behind_an_answer_is_none_of_it() -> None:
+def test_bytes_behind_an_answer_are_not_part_of_it() -> None:
     parser = AnswerParser()
     assert parser.feed(WHOLE + b"HTTP/1.1 500 No\r\nContent-Length: 1\r\n\r\nx") == ""
     assert (parser.status, parser.take(), parser.is_whole) == (200, b"abcde", True)
@@ -56,7 +56,7 @@ def test_what_stands_behind_an_answer_is_none_of_it() -> None:
     parser.close()
 
 
-def test_the_next_answer_begins_with_nothing_of_the_last() -> None:
+def test_a_new_answer_keeps_nothing_of_the_last() -> None:
     parser = AnswerParser()
     parser.feed(WHOLE)
     parser.begin(is_head=True)
@@ -67,11 +67,11 @@ def test_the_next_answer_begins_with_nothing_of_the_last() -> None:
 
 
 CONTENT = bytes(range(256)) * (16 * 2**20 // 256)
-"""More than sockets take while nobody reads."""
+"""More bytes than sockets buffer while the peer does not read."""
 
 
-class Seen(Unread):
-    """One that has its bytes in a blob."""
+class BlobPiece(Unread):
+    """A piece whose bytes are in a blob."""
 
     def __init__(self, blob: Blob) -> None:
         super().__init__(b"")
@@ -84,7 +84,7 @@ class Seen(Unread):
         return part
 
 
-async def test_they_come_whole_and_in_order_and_leave_their_connection_to_the_next(
+async def test_bodies_in_pieces_arrive_whole_and_their_connection_is_reused(
     client: HttpClient,
 ) -> None:
     small, large = Unread(b"small"), Unread(CONTENT[: 3 * PART_BYTES + 1])
@@ -110,64 +110,64 @@ async def test_they_come_whole_and_in_order_and_leave_their_connection_to_the_ne
 
 
 async def test_no_more_is_read_than_the_peer_takes(client: HttpClient) -> None:
-    await _send_to_one_that_waits(client)
+    await _send_to_a_waiting_peer(client)
 
 
-def test_nor_on_the_loop_of_our_processes() -> None:
+def test_no_more_is_read_than_the_peer_takes_on_uvloop() -> None:
     async def play() -> None:
         async with HttpClient() as client:
-            await _send_to_one_that_waits(client)
+            await _send_to_a_waiting_peer(client)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(play())
 
 
-async def _send_to_one_that_waits(client: HttpClient) -> None:
-    go_on = asyncio.Event()
+async def _send_to_a_waiting_peer(client: HttpClient) -> None:
+    may_continue = asyncio.Event()
 
     async def script(wire: Wire) -> None:
-        await go_on.wait()
+        await may_continue.wait()
         assert (await wire.read()).endswith(CONTENT)
         await wire.answer(OK)
 
-    pieces, ear = [Unread(CONTENT) for _ in range(4)], Ear()
+    pieces, recorder = [Unread(CONTENT) for _ in range(4)], ResponseRecorder()
     async with serving(script) as server:
-        client.send(target("POST", server.url), pieces, ear)
+        client.send(target("POST", server.url), pieces, recorder)
         await _standstill(lambda: sum([piece.num_read for piece in pieces]))
         assert 0 < pieces[0].num_read < len(CONTENT)
         assert [piece.num_read for piece in pieces[1:]] == [0, 0, 0]
-        go_on.set()
-        await ear.until(lambda: ear.ends)
-    assert (ear.status, ear.ends) == (200, [None])
+        may_continue.set()
+        await recorder.until(lambda: recorder.ends)
+    assert (recorder.status, recorder.ends) == (200, [None])
     assert [piece.num_read for piece in pieces] == [len(CONTENT)] * 4
 
 
-async def test_calls_that_wait_for_an_engine_hold_no_copy_of_what_they_send(
+async def test_waiting_calls_hold_no_copy_of_their_bodies(
     client: HttpClient,
 ) -> None:
-    """Four of 20 MB: what one of them would be by itself is more than all of them add."""
-    store, go_on = BlobStore(), asyncio.Event()
+    """Four calls of 20 MB each use less memory than one copy of a body."""
+    store, may_continue = BlobStore(), asyncio.Event()
     shots = [store.hold(bytes([n]) * 2**21) for n in range(10)]
-    history = [Seen(shot) for shot in shots]
+    history = [BlobPiece(shot) for shot in shots]
     process = psutil.Process()
 
     async def script(wire: Wire) -> None:
-        await go_on.wait()
+        await may_continue.wait()
 
     async with serving(script) as server:
         before = process.memory_info().rss
         to = target("POST", server.url)
-        calls = [client.send(to, [b"[", *history, b"]"], Ear()) for _ in range(4)]
+        calls = [client.send(to, [b"[", *history, b"]"], ResponseRecorder()) for _ in range(4)]
         await _standstill(lambda: sum([seen.num_read for seen in history]))
         grown = process.memory_info().rss - before
         for call in calls:
             call.close()
-        go_on.set()
+        may_continue.set()
     assert grown < 20 * 2**20
     assert [seen.num_read for seen in history[-2:]] == [0, 0]
 
 
-async def test_a_request_that_is_sent_again_is_read_again(client: HttpClient) -> None:
+async def test_a_resent_request_reads_its_pieces_again(client: HttpClient) -> None:
     piece, bodies = Unread(b"image"), list[bytes]()
 
     async def script(wire: Wire) -> None:
@@ -186,7 +186,7 @@ async def test_a_request_that_is_sent_again_is_read_again(client: HttpClient) ->
     assert [body[-7:] for body in bodies] == [b"<image>"] * 3
 
 
-async def test_bytes_that_are_lost_end_their_call_alone_and_are_not_tried_again(
+async def test_lost_bytes_end_only_their_call_and_are_not_retried(
     client: HttpClient,
 ) -> None:
     async def script(wire: Wire) -> None:
@@ -233,13 +233,13 @@ async def test_nothing_more_is_read_for_a_call_that_was_closed(client: HttpClien
 
     async with serving(script) as server:
         closing = Closing(CONTENT)
-        calls.append(client.send(target("POST", server.url), [closing, piece], Ear()))
+        calls.append(client.send(target("POST", server.url), [closing, piece], ResponseRecorder()))
         await _standstill(lambda: closing.num_read)
     assert (closing.num_read, piece.num_read) == (PART_BYTES, 0)
 
 
 async def _standstill(count: Callable[[], int]) -> None:
-    """Until a count that has begun moves no more, however often the loop turns."""
+    """Wait until a positive count stays the same for 100 turns of the loop."""
     async with asyncio.timeout(PATIENCE_S):
         seen, num_same = 0, 0
         while num_same < 100:
@@ -264,48 +264,48 @@ async def test_connection_is_used_again_after_each_kind_of_answer(client: HttpCl
         await wire.gone()
 
     async with serving(script) as server:
-        heard = [await get(client, server.url) for _ in answers]
+        responses = [await get(client, server.url) for _ in answers]
         assert server.num_connections == 1
-    assert [(each.status, each.body) for each in heard] == [
+    assert [(each.status, each.body) for each in responses] == [
         (200, b"ok"),
         (200, b"ok"),
         (204, b""),
         (200, b"ok"),
         (404, b""),
     ]
-    assert heard[3].headers == [(b"Content-Length", b"2")]
+    assert responses[3].headers == [(b"Content-Length", b"2")]
 
 
-async def test_chunks_of_one_read_are_told_as_one_piece(client: HttpClient) -> None:
-    go_on = asyncio.Event()
+async def test_chunks_of_one_read_are_delivered_as_one_piece(client: HttpClient) -> None:
+    may_continue = asyncio.Event()
 
     async def script(wire: Wire) -> None:
         await wire.read()
         await wire.answer(CHUNKED + b"1\r\na\r\n2;x=y\r\nbc\r\n")
-        await go_on.wait()
+        await may_continue.wait()
         await wire.answer(b"1\r\nd\r\n0\r\nTrailer: t\r\n\r\n")
         await wire.gone()
 
-    ear = Ear()
+    recorder = ResponseRecorder()
     async with serving(script) as server:
-        client.send(target("GET", server.url), (), ear)
-        await ear.until(lambda: ear.data)
-        assert (ear.data, ear.ends) == ([b"abc"], [])
-        go_on.set()
-        await ear.until(lambda: ear.ends)
-    assert ear.data == [b"abc", b"d"]
-    assert ear.headers == [(b"Transfer-Encoding", b"chunked")]
+        client.send(target("GET", server.url), (), recorder)
+        await recorder.until(lambda: recorder.data)
+        assert (recorder.data, recorder.ends) == ([b"abc"], [])
+        may_continue.set()
+        await recorder.until(lambda: recorder.ends)
+    assert recorder.data == [b"abc", b"d"]
+    assert recorder.headers == [(b"Transfer-Encoding", b"chunked")]
 
 
-async def test_answer_to_head_has_no_body_whatever_its_length_says(client: HttpClient) -> None:
-    async with serving(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n")) as server:
+async def test_an_answer_to_head_has_no_body(client: HttpClient) -> None:
+    async with serving(answering(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n")) as server:
         response = await get(client, server.url, "HEAD")
     assert (response.status, response.body) == (200, b"")
     assert response.headers == [(b"Content-Length", b"99")]
 
 
 async def test_answer_without_a_length_ends_with_its_connection(client: HttpClient) -> None:
-    async with serving(saying(b"HTTP/1.1 200 OK\r\n\r\nall ", b"there is")) as server:
+    async with serving(answering(b"HTTP/1.1 200 OK\r\n\r\nall ", b"there is")) as server:
         assert (await get(client, server.url)).body == b"all there is"
 
 
@@ -321,7 +321,9 @@ async def test_connection_that_the_server_will_close_is_not_used_again(client: H
         assert server.num_connections == 2
 
 
-async def test_request_is_not_sent_again_once_a_byte_of_an_answer_came(client: HttpClient) -> None:
+async def test_a_request_is_not_resent_after_the_first_byte_of_an_answer(
+    client: HttpClient,
+) -> None:
     async def script(wire: Wire) -> None:
         await wire.read()
         await wire.answer(OK)
@@ -352,43 +354,43 @@ async def test_receiver_that_pauses_makes_the_peer_wait(client: HttpClient) -> N
             await wire.writer.drain()
             num_written += 1
 
-    class Slow(Ear):
+    class Slow(ResponseRecorder):
         def on_data(self, data: bytes) -> None:
             super().on_data(data)
             if len(self.data) == 1:
                 call.pause()
 
-    ear = Slow()
+    recorder = Slow()
     async with serving(script) as server:
-        call = client.send(target("GET", server.url), (), ear)
-        await ear.until(lambda: ear.data)
+        call = client.send(target("GET", server.url), (), recorder)
+        await recorder.until(lambda: recorder.data)
         async with asyncio.timeout(PATIENCE_S):
             await is_stuck.wait()
         for _ in range(100):
             await asyncio.sleep(0)
-        assert len(ear.data) == 1
+        assert len(recorder.data) == 1
         assert num_written < 64
         call.resume()
-        await ear.until(lambda: ear.ends)
-    assert sum(map(len, ear.data)) == 64 * len(piece)
+        await recorder.until(lambda: recorder.ends)
+    assert sum(map(len, recorder.data)) == 64 * len(piece)
 
 
-async def test_call_may_be_closed_by_the_answers_first_line(client: HttpClient) -> None:
-    class Curt(Ear):
+async def test_a_call_may_be_closed_in_on_head(client: HttpClient) -> None:
+    class ClosesOnHead(ResponseRecorder):
         def on_head(self, status: int, headers: Headers) -> None:
             super().on_head(status, headers)
             call.close()
 
-    ear = Curt()
-    async with serving(saying(OK)) as server:
-        call = client.send(target("GET", server.url), (), ear)
-        await ear.until(lambda: ear.status)
+    recorder = ClosesOnHead()
+    async with serving(answering(OK)) as server:
+        call = client.send(target("GET", server.url), (), recorder)
+        await recorder.until(lambda: recorder.status)
         await get(client, server.url)
-    assert (ear.data, ear.ends) == ([], [])
+    assert (recorder.data, recorder.ends) == ([], [])
 
 
 @pytest.mark.parametrize(
-    ("pieces", "told"),
+    ("pieces", "error_text"),
     [
         ([b"this is no HTTP\r\n\r\n"], "invalid HTTP"),
         ([b"\x16\x03\x01\x02\x00"], "invalid HTTP"),
@@ -404,14 +406,14 @@ async def test_call_may_be_closed_by_the_answers_first_line(client: HttpClient) 
     ],
 )
 async def test_broken_answer_is_one_error_that_names_the_peer(
-    client: HttpClient, pieces: list[bytes], told: str
+    client: HttpClient, pieces: list[bytes], error_text: str
 ) -> None:
-    ear = Ear()
-    async with serving(saying(*pieces)) as server:
-        client.send(target("GET", server.url), (), ear)
-        await ear.until(lambda: ear.ends)
-    [error] = ear.ends
-    assert told in str(error)
+    recorder = ResponseRecorder()
+    async with serving(answering(*pieces)) as server:
+        client.send(target("GET", server.url), (), recorder)
+        await recorder.until(lambda: recorder.ends)
+    [error] = recorder.ends
+    assert error_text in str(error)
     assert server.url in str(error)
 
 
@@ -424,7 +426,7 @@ async def test_broken_answer_is_one_error_that_names_the_peer(
         b"HTTP/1.1 100 Continue\r\nX: ",
     ],
 )
-async def test_peer_that_sends_headers_without_end_is_cut_off(
+async def test_a_peer_that_sends_endless_headers_is_disconnected(
     client: HttpClient, begin: bytes
 ) -> None:
     num_sent = 0
@@ -445,7 +447,7 @@ async def test_peer_that_sends_headers_without_end_is_cut_off(
 
 
 @pytest.mark.parametrize("more", [OK, b"garbage", b"\r\nHTTP/1.1 500 No\r\n\r\n"])
-async def test_answer_with_more_behind_it_counts_but_its_connection_does_not(
+async def test_an_answer_with_bytes_behind_it_is_valid_but_its_connection_is_closed(
     client: HttpClient, more: bytes
 ) -> None:
     async def script(wire: Wire) -> None:
@@ -459,7 +461,7 @@ async def test_answer_with_more_behind_it_counts_but_its_connection_does_not(
         assert server.num_connections == 2
 
 
-async def test_bytes_that_nobody_asked_for_end_an_idle_connection(client: HttpClient) -> None:
+async def test_unexpected_bytes_end_an_idle_connection(client: HttpClient) -> None:
     is_idle = asyncio.Event()
     gone = asyncio.Event()
 
@@ -491,7 +493,7 @@ async def test_half_closed_answer_is_an_error(client: HttpClient) -> None:
             await get(client, server.url)
 
 
-async def test_server_may_answer_before_it_has_read_the_request(client: HttpClient) -> None:
+async def test_a_server_may_answer_before_it_has_read_the_request(client: HttpClient) -> None:
     async def script(wire: Wire) -> None:
         await wire.answer(
             b"HTTP/1.1 413 Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"

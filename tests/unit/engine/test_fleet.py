@@ -109,9 +109,9 @@ def test_failed_update_fences_the_engine_until_another_succeeds() -> None:
     assert bench.phase() is EnginePhase.READY
 
 
-def test_engine_that_samples_what_its_weights_do_not_is_fenced_until_it_is_updated() -> None:
+def test_an_engine_that_samples_wrongly_is_fenced_until_it_is_updated() -> None:
     bench = ready(A, B)
-    for _ in range(2):  # a repeated ask is answered alike
+    for _ in range(2):  # a repeated ask gets the same answer
         assert bench.ask(FenceEngine(2, A, 0, "off by 0.5")).ok
         assert (bench.phase(), bench.row().detail) == (EnginePhase.FENCED, "off by 0.5")
     bench.tick(1.0)
@@ -122,7 +122,7 @@ def test_engine_that_samples_what_its_weights_do_not_is_fenced_until_it_is_updat
     assert bench.phase() is EnginePhase.READY
 
 
-def test_last_engine_that_is_ready_is_not_fenced_for_what_it_samples() -> None:
+def test_the_last_ready_engine_is_not_fenced_for_wrong_samples() -> None:
     bench = ready(A, B)
     assert bench.ask(FenceEngine(2, A, 0, "off by 0.5")).ok
     answer = bench.ask(FenceEngine(3, B, 0, "off by 0.5"))
@@ -134,7 +134,7 @@ def test_last_engine_that_is_ready_is_not_fenced_for_what_it_samples() -> None:
 def test_fence_beside_a_ready_engine_is_granted_in_the_step_that_finds_its_probe_overdue(
     is_repeated: bool,
 ) -> None:
-    """A router that was frozen takes the ask first, then fences the other engine for its probe."""
+    """A router that was suspended reads the ask before it fences the other engine."""
     ask = FenceEngine(2, A, 0, "off by 0.5")
     bench = ready(A, B)
     bench.tick(1.0)
@@ -154,7 +154,7 @@ def test_fence_beside_a_ready_engine_is_granted_in_the_step_that_finds_its_probe
     assert bench.phase(B) is EnginePhase.READY
 
 
-def test_engine_that_has_other_weights_by_now_is_not_fenced_for_those_it_had() -> None:
+def test_an_engine_is_not_fenced_for_weights_that_it_no_longer_has() -> None:
     bench = ready(A, B)
     bench.ask(BeginUpdate(2, A, 1, 5.0))
     assert (
@@ -177,14 +177,14 @@ def test_restarted_engine_joins_again_and_waits_when_the_fleet_is_newer() -> Non
     assert bench.phase(B) is EnginePhase.READY
 
 
-def test_sole_engine_that_restarts_is_used_at_what_it_came_up_with() -> None:
+def test_a_restarted_sole_engine_serves_its_initial_version_if_none_was_published() -> None:
     bench = ready(A, policy_version=3)
     bench.tick(1.0)
     bench.answer(A, policy_version=0, incarnation="i2")
     assert bench.row() == EngineRow(A, "i2", EnginePhase.READY, 0)
 
 
-def test_sole_engine_that_restarts_waits_for_what_was_published() -> None:
+def test_a_restarted_sole_engine_waits_for_the_published_version() -> None:
     bench = ready(A)
     bench.ask(BeginUpdate(2, A, 3, 5.0))
     bench.ask(FinishUpdate(3, A, 3, True))
@@ -237,8 +237,8 @@ def test_failed_probes_fence_a_ready_engine() -> None:
     assert "connection refused" in bench.row().detail
 
 
-def test_engine_that_hangs_is_left_within_six_seconds() -> None:
-    """Its agents wait so long for an engine that takes everything and answers nothing."""
+def test_a_hung_engine_is_fenced_within_six_seconds() -> None:
+    """Agents wait this long for an engine that accepts requests and never answers."""
     bench = ready(A)
     asked_s: float | None = None
     while bench.phase() is EnginePhase.READY:
@@ -299,7 +299,7 @@ def test_table_is_pushed_at_once_on_a_change_and_each_second_otherwise() -> None
 
 
 class RealEngine:
-    """What an engine behind the fleet may be: alive, paused, of some version."""
+    """State of a simulated engine: up, paused, and its version."""
 
     def __init__(self) -> None:
         self.incarnation, self.policy_version = "i0", 0
@@ -313,20 +313,20 @@ def random_ask(rng: random.Random, url: str, policy_version: int) -> FleetAsk:
         FinishUpdate(1, url, policy_version, rng.random() < 0.7, "why"),
         SleepEngine(1, url, 2.0),
         WakeEngine(1, url, policy_version),
-        FenceEngine(1, url, policy_version, "lies"),
+        FenceEngine(1, url, policy_version, "off by 0.5"),
         ReadFleet(1),
     ]
     return rng.choice(asks)
 
 
 def disturb(rng: random.Random, bench: Bench, engines: dict[str, RealEngine], serial: int) -> None:
-    """One random thing happens."""
+    """Apply one random event."""
     url = rng.choice([A, B])
     engine = engines[url]
     act = rng.randrange(6)
     if act == 0:
         ask = random_ask(rng, url, rng.randrange(4))
-        # A publisher continues its engine before it says that it has finished.
+        # A publisher continues its engine before it reports that it has finished.
         engine.is_paused &= not (isinstance(ask, FinishUpdate) and ask.ok)
         bench.ask(ask, rng.choice([b"p", b"q"]))
     elif act == 1:
@@ -353,7 +353,7 @@ def serve_probes(bench: Bench, engines: dict[str, RealEngine], rng: random.Rando
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_random_schedules_never_wedge_an_engine_nor_show_an_older_table(seed: int) -> None:
+def test_random_schedules_never_block_an_engine_nor_show_an_older_table(seed: int) -> None:
     rng = random.Random(seed)
     bench = Bench(A, B)
     engines = {A: RealEngine(), B: RealEngine()}
@@ -371,14 +371,14 @@ def test_random_schedules_never_wedge_an_engine_nor_show_an_older_table(seed: in
         assert not (engine.is_paused and bench.phase(url) is EnginePhase.READY)
         bench.ask(WakeEngine(6, url, engine.policy_version))
         assert bench.phase(url) in (EnginePhase.READY, EnginePhase.JOINING)
-        # Whatever happened before, one honest publisher brings the engine back.
+        # Whatever happened before, one complete update makes the engine ready.
         assert bench.ask(BeginUpdate(7, url, 9, 5.0)).ok
         assert bench.ask(FinishUpdate(8, url, 9, True)).ok
         assert bench.phase(url) is EnginePhase.READY
 
 
 @pytest.mark.parametrize("least_version", [UNVERSIONED, 0])
-def test_where_no_publisher_reports_an_engines_own_word_on_its_weights_counts(
+def test_without_a_publisher_an_engines_reported_version_is_used(
     least_version: int,
 ) -> None:
     settings = FleetSettings(believes_engines=True, least_version=least_version)
@@ -391,7 +391,7 @@ def test_where_no_publisher_reports_an_engines_own_word_on_its_weights_counts(
     assert (bench.row().phase, bench.row().policy_version) == (EnginePhase.READY, 5)
 
 
-def test_where_no_publisher_reports_an_engine_that_its_trainer_paused_stays_paused() -> None:
+def test_without_a_publisher_the_fleet_does_not_continue_a_fenced_engine() -> None:
     bench = Bench(A, settings=FleetSettings(believes_engines=True))
     bench.answer(A)
     fault = EngineFaulted(A, "i1", "connection reset")
@@ -402,7 +402,7 @@ def test_where_no_publisher_reports_an_engine_that_its_trainer_paused_stays_paus
     assert isinstance(bench.pending[A], ProbeEngine)
 
 
-def test_of_a_run_that_goes_on_untrained_weights_wait_for_the_publisher() -> None:
+def test_in_a_resumed_run_untrained_engines_wait_for_the_publisher() -> None:
     bench = Bench(A, B, settings=FleetSettings(least_version=1))
     bench.tick()
     bench.answer(A, policy_version=0)
@@ -414,14 +414,14 @@ def test_of_a_run_that_goes_on_untrained_weights_wait_for_the_publisher() -> Non
     assert bench.phase(A) is EnginePhase.READY
 
 
-def test_a_fleet_that_expects_a_publisher_says_so_before_and_after_it_comes() -> None:
+def test_a_fleet_that_expects_a_publisher_always_reports_one() -> None:
     bench = ready(A)
     assert bench.fleet.table().has_publisher
     bench.fleet.step(Received(PUBLISHER, PublisherLeft()), bench.now_s)
     assert bench.fleet.table().has_publisher
 
 
-def test_a_fleet_of_fixed_weights_has_a_publisher_while_one_updates_or_is_heard() -> None:
+def test_a_fleet_of_fixed_weights_has_a_publisher_during_updates_and_their_grace() -> None:
     bench = Bench(A, settings=FleetSettings(believes_engines=True))
     bench.answer(A, policy_version=7)
     assert not bench.fleet.table().has_publisher
@@ -432,7 +432,7 @@ def test_a_fleet_of_fixed_weights_has_a_publisher_while_one_updates_or_is_heard(
     bench.ask(FinishUpdate(2, A, 8, True))
     assert bench.fleet.table().has_publisher
     bench.tick(FleetSettings().publisher_grace_s)
-    assert not bench.fleet.table().has_publisher, "it was not heard for that long"
+    assert not bench.fleet.table().has_publisher, "it was silent for its grace"
 
 
 def test_a_publisher_that_leaves_a_fleet_of_fixed_weights_is_no_longer_known() -> None:
@@ -444,7 +444,7 @@ def test_a_publisher_that_leaves_a_fleet_of_fixed_weights_is_no_longer_known() -
     assert not bench.fleet.table().has_publisher
 
 
-def test_why_no_engine_serves_names_the_first_and_is_silent_where_one_will_again() -> None:
+def test_why_none_serves_names_the_first_engine_and_is_empty_if_one_will_serve() -> None:
     assert Bench().fleet.why_none_serves() == "", "an environment may need no engine"
     bench = ready(A, B)
     assert bench.fleet.why_none_serves() == ""
@@ -452,18 +452,18 @@ def test_why_no_engine_serves_names_the_first_and_is_silent_where_one_will_again
         fault = EngineFaulted(url, "i1", "connection reset")
         for _ in range(3):
             bench.take(bench.fleet.step(Received(b"", fault), bench.now_s))
-    told = f"{A} is fenced: its requests fail: connection reset, and 1 more"
-    assert bench.fleet.why_none_serves() == told
+    reason = f"{A} is fenced: its requests fail: connection reset, and 1 more"
+    assert bench.fleet.why_none_serves() == reason
     bench.ask(BeginUpdate(1, B, 1, 5.0))
     assert bench.fleet.why_none_serves() == ""
 
 
 def test_a_fence_that_is_repeated_after_the_cool_down_is_answered_ok() -> None:
     bench = ready(A, B)
-    assert bench.ask(FenceEngine(2, A, 0, "lies")).ok
+    assert bench.ask(FenceEngine(2, A, 0, "off by 0.5")).ok
     bench.tick(FleetSettings().fence_s)
     assert bench.phase(A) is EnginePhase.JOINING
-    assert bench.ask(FenceEngine(2, A, 0, "lies")).ok
+    assert bench.ask(FenceEngine(2, A, 0, "off by 0.5")).ok
 
 
 def test_a_publisher_that_has_only_announced_itself_is_known() -> None:
@@ -475,7 +475,7 @@ def test_a_publisher_that_has_only_announced_itself_is_known() -> None:
     assert not bench.fleet.table().has_publisher
 
 
-def test_probes_that_fail_for_want_of_a_descriptor_here_change_no_phase() -> None:
+def test_probes_that_fail_for_lack_of_a_local_descriptor_change_no_phase() -> None:
     bench = ready(A)
     for url, phase in ((A, EnginePhase.READY), (B, EnginePhase.JOINING)):
         if url == B:

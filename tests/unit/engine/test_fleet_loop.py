@@ -65,7 +65,7 @@ def test_incarnation_follows_the_seed_that_a_server_draws_at_its_start() -> None
     assert incarnation_of({"random_seed": 1}) != incarnation_of({"random_seed": 2})
 
 
-async def test_a_probe_without_a_descriptor_here_is_not_the_engines_failure() -> None:
+async def test_a_probe_without_a_local_descriptor_is_not_the_engines_failure() -> None:
     async with ScriptedEngine() as engine, HttpClient(shortage_wait_s=0.0) as http:
         with no_descriptor_left():
             probed = await probe_engine(ProbeEngine(engine.url, 1), http, PROBE_TIMEOUT_S)
@@ -75,21 +75,21 @@ async def test_a_probe_without_a_descriptor_here_is_not_the_engines_failure() ->
 
 
 @asynccontextmanager
-async def kept(*engines: ScriptedEngine) -> AsyncIterator[tuple[FleetLoop, Watch]]:
+async def running_fleet(*engines: ScriptedEngine) -> AsyncIterator[tuple[FleetLoop, Watch]]:
     watch = Watch(FleetView())
-    keeper = FleetLoop([engine.url for engine in engines], watch.view, PROBE_TIMEOUT_S)
-    running = asyncio.create_task(keeper.run())
-    yield keeper, watch
+    fleet = FleetLoop([engine.url for engine in engines], watch.view, PROBE_TIMEOUT_S)
+    running = asyncio.create_task(fleet.run())
+    yield fleet, watch
     running.cancel()
     await asyncio.wait([running])
 
 
-async def test_engines_join_by_themselves_whatever_their_weights_are_called() -> None:
+async def test_engines_join_whatever_the_name_of_their_weights() -> None:
     async with (
         ScriptedEngine(weight_version="7") as one,
         ScriptedEngine(weight_version="default") as two,
-        kept(one) as (_, watch),
-        kept(two) as (_, other),
+        running_fleet(one) as (_, watch),
+        running_fleet(two) as (_, other),
     ):
         await watch.until(lambda: watch.phase(one.url) is EnginePhase.READY)
         await other.until(lambda: other.phase(two.url) is EnginePhase.READY)
@@ -98,21 +98,21 @@ async def test_engines_join_by_themselves_whatever_their_weights_are_called() ->
         assert (row.url, row.policy_version) == (one.url, 7)
 
 
-async def test_an_engine_that_dies_is_left_and_taken_again_when_it_is_back() -> None:
-    async with ScriptedEngine() as engine, kept(engine) as (keeper, watch):
+async def test_an_engine_that_dies_is_fenced_and_used_again_after_its_restart() -> None:
+    async with ScriptedEngine() as engine, running_fleet(engine) as (fleet, watch):
         await watch.until(lambda: watch.phase(engine.url) is EnginePhase.READY)
-        [row] = keeper.rows()
+        [row] = fleet.rows()
         await engine.die()
         for _ in range(3):
-            keeper.report(EngineFaulted(engine.url, row.incarnation, "connection refused"))
+            fleet.report(EngineFaulted(engine.url, row.incarnation, "connection refused"))
         assert watch.phase(engine.url) is EnginePhase.FENCED
         assert watch.view.choose("s", -1) is None
         await engine.restart()
         await watch.until(lambda: watch.phase(engine.url) is EnginePhase.READY)
-        assert keeper.rows()[0].incarnation != row.incarnation
+        assert fleet.rows()[0].incarnation != row.incarnation
 
 
-async def test_who_waits_for_an_engine_reads_why_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unreachable_engine_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     num_probes, is_enough = 0, asyncio.Event()
 
     def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -124,8 +124,8 @@ async def test_who_waits_for_an_engine_reads_why_once(caplog: pytest.LogCaptureF
 
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        keeper = FleetLoop([f"http://{host}:{port}"], FleetView(), PROBE_TIMEOUT_S)
-        running = asyncio.create_task(keeper.run())
+        fleet = FleetLoop([f"http://{host}:{port}"], FleetView(), PROBE_TIMEOUT_S)
+        running = asyncio.create_task(fleet.run())
         async with asyncio.timeout(60):
             await is_enough.wait()
         running.cancel()

@@ -1,4 +1,4 @@
-"""Engines that sleep: nobody is sent there until somebody who knows wakes them."""
+"""A sleeping engine gets no requests until its coordinator or operator wakes it."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_an_engine_that_was_put_to_sleep_is_continued_and_probed_when_it_is_woke
     assert bench.phase() is EnginePhase.READY
 
 
-def test_a_lapsed_lease_wakes_nobody_whose_gpus_may_be_anothers() -> None:
+def test_a_lapsed_lease_wakes_no_engine() -> None:
     bench = ready(A)
     bench.ask(SleepEngine(2, A, 5.0), COORDINATOR)
     bench.tick(1000.0)
@@ -39,9 +39,9 @@ def test_a_lapsed_lease_wakes_nobody_whose_gpus_may_be_anothers() -> None:
     assert A not in bench.pending
     bench.take(bench.fleet.step(Received(COORDINATOR, PublisherLeft()), bench.now_s))
     assert bench.phase() is EnginePhase.ASLEEP
-    assert bench.ask(SleepEngine(3, A, 5.0), b"its next life").ok
+    assert bench.ask(SleepEngine(3, A, 5.0), b"restarted coordinator").ok
     assert bench.row().detail != LAPSED
-    bench.ask(WakeEngine(4, A, 0), b"its next life")
+    bench.ask(WakeEngine(4, A, 0), b"restarted coordinator")
     bench.answer(A)
     assert bench.phase() is EnginePhase.READY
 
@@ -58,7 +58,7 @@ def test_an_engine_may_sleep_before_it_has_ever_answered() -> None:
 
 
 @pytest.mark.parametrize("phase", [EnginePhase.JOINING, EnginePhase.FENCED])
-def test_an_engine_that_serves_nobody_can_sleep_as_well(phase: EnginePhase) -> None:
+def test_a_joining_or_fenced_engine_can_sleep(phase: EnginePhase) -> None:
     bench = ready(A) if phase is EnginePhase.FENCED else Bench(A)
     for _ in range(3):
         fault = EngineFaulted(A, "i1", "reset")
@@ -68,7 +68,7 @@ def test_an_engine_that_serves_nobody_can_sleep_as_well(phase: EnginePhase) -> N
     assert bench.phase() is EnginePhase.ASLEEP
 
 
-def test_a_probe_that_was_under_way_does_not_wake_it() -> None:
+def test_a_probe_answered_after_the_sleep_does_not_wake_the_engine() -> None:
     bench = ready(A)
     bench.tick(1.0)
     bench.ask(SleepEngine(2, A, 5.0))
@@ -76,7 +76,7 @@ def test_a_probe_that_was_under_way_does_not_wake_it() -> None:
     assert bench.phase() is EnginePhase.ASLEEP
 
 
-def test_an_engine_in_mid_update_is_its_publishers_until_that_is_done() -> None:
+def test_an_engine_cannot_be_put_to_sleep_during_an_update() -> None:
     bench = ready(A)
     bench.ask(BeginUpdate(2, A, 1, 5.0))
     refused = bench.ask(SleepEngine(3, A, 5.0), COORDINATOR)
@@ -108,7 +108,7 @@ def test_a_removed_engine_that_is_put_to_sleep_joins_asleep() -> None:
     assert bench.phase() is EnginePhase.ASLEEP
 
 
-def test_callers_of_a_fleet_that_sleeps_are_suspended_and_not_failed() -> None:
+def test_callers_of_a_sleeping_fleet_wait() -> None:
     bench, view = ready(A, B), FleetView()
     bench.ask(SleepEngine(2, A, 5.0))
     view.update(bench.fleet.table(), "r")

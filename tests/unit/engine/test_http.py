@@ -21,7 +21,7 @@ from tests.unit.engine.http_peer import (
     CHUNKED,
     OK,
     PATIENCE_S,
-    Ear,
+    ResponseRecorder,
     Unread,
     Wire,
     forever,
@@ -126,9 +126,9 @@ async def test_calls_at_once_have_a_connection_each_and_leave_them_to_the_next(
 
 
 async def test_call_begun_while_another_ends_uses_its_connection(client: HttpClient) -> None:
-    second = Ear()
+    second = ResponseRecorder()
 
-    class First(Ear):
+    class First(ResponseRecorder):
         def on_end(self) -> None:
             client.send(to, (), second)
 
@@ -140,7 +140,7 @@ async def test_call_begun_while_another_ends_uses_its_connection(client: HttpCli
     assert second.data == [b"ok"]
 
 
-async def test_closed_call_hangs_up_and_hears_nothing_more(client: HttpClient) -> None:
+async def test_a_closed_call_disconnects_and_receives_nothing_more(client: HttpClient) -> None:
     gone = asyncio.Event()
 
     async def script(wire: Wire) -> None:
@@ -149,24 +149,24 @@ async def test_closed_call_hangs_up_and_hears_nothing_more(client: HttpClient) -
         await wire.gone()
         gone.set()
 
-    ear = Ear()
+    recorder = ResponseRecorder()
     async with serving(script) as server:
-        call = client.send(target("GET", server.url), (), ear)
-        await ear.until(lambda: ear.data)
+        call = client.send(target("GET", server.url), (), recorder)
+        await recorder.until(lambda: recorder.data)
         call.close()
         call.close()
         async with asyncio.timeout(PATIENCE_S):
             await gone.wait()
-    assert ear.ends == []
+    assert recorder.ends == []
 
 
 async def test_call_closed_before_it_is_connected_is_never_sent(client: HttpClient) -> None:
     async with serving(forever) as server:
-        ear = Ear()
-        client.send(target("GET", server.url), (), ear).close()
+        recorder = ResponseRecorder()
+        client.send(target("GET", server.url), (), recorder).close()
         await get(client, server.url)
         assert server.num_connections == 1
-    assert (ear.data, ear.ends) == ([], [])
+    assert (recorder.data, recorder.ends) == ([], [])
 
 
 async def test_client_that_closes_ends_every_call_with_an_error() -> None:
@@ -177,7 +177,7 @@ async def test_client_that_closes_ends_every_call_with_an_error() -> None:
         reached.set()
         await wire.gone()
 
-    client, running, late = HttpClient(), Ear(), Ear()
+    client, running, late = HttpClient(), ResponseRecorder(), ResponseRecorder()
     async with serving(script) as server:
         to = target("GET", server.url)
         client.send(to, (), running)
@@ -186,11 +186,11 @@ async def test_client_that_closes_ends_every_call_with_an_error() -> None:
         await client.close()
         with pytest.raises(EngineUnavailable):
             await client.fetch(to, timeout_s=PATIENCE_S)
-    assert [len(ear.ends) for ear in (running, late)] == [1, 1]
+    assert [len(recorder.ends) for recorder in (running, late)] == [1, 1]
     assert None not in running.ends + late.ends
 
 
-async def test_answer_that_takes_too_long_is_given_up(client: HttpClient) -> None:
+async def test_an_answer_that_takes_too_long_is_an_error(client: HttpClient) -> None:
     gone = asyncio.Event()
 
     async def script(wire: Wire) -> None:
@@ -223,13 +223,13 @@ async def test_a_connection_that_does_not_open_in_time_is_unavailable() -> None:
     "url",
     ["", "engine:30000", "ftp://a", "http://", "http://a:b", "http://a/b c", "http://u:p@a/"],
 )
-def test_what_is_no_url_is_said_at_once(url: str) -> None:
+def test_an_invalid_url_is_refused_at_once(url: str) -> None:
     with pytest.raises(AddressError):
         target("GET", url)
 
 
 @pytest.mark.parametrize("header", [("a b", "c"), ("a:", "c"), ("a", "b\r\nc: d"), ("", "c")])
-def test_header_cannot_smuggle_another(header: tuple[str, str]) -> None:
+def test_a_header_cannot_inject_another(header: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="header"):
         target("GET", "http://a", [header])
 
@@ -247,9 +247,9 @@ def test_targets_of_one_server_share_its_connections() -> None:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that signs itself, and its key."""
+    """A self-signed certificate for 127.0.0.1, and its key."""
     openssl = shutil.which("openssl")
-    assert openssl, "tests of https make their certificate with openssl"
+    assert openssl, "the tests of https need openssl to make a certificate"
     folder = tmp_path_factory.mktemp("tls")
     pair = folder / "cert.pem", folder / "key.pem"
     argv = f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost".split()
@@ -265,7 +265,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return pair
 
 
-async def test_https_is_spoken_to_a_server_that_is_trusted(
+async def test_https_works_with_a_trusted_server(
     certificate: tuple[Path, Path],
 ) -> None:
     ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -280,7 +280,7 @@ async def test_https_is_spoken_to_a_server_that_is_trusted(
         assert server.num_connections == 1
 
 
-async def test_https_server_that_nobody_vouches_for_is_not_spoken_to(
+async def test_an_untrusted_https_server_is_refused(
     client: HttpClient, certificate: tuple[Path, Path]
 ) -> None:
     ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -290,8 +290,8 @@ async def test_https_server_that_nobody_vouches_for_is_not_spoken_to(
             await get(client, server.url)
 
 
-def test_it_runs_on_the_loop_of_our_processes_too() -> None:
-    """uvloop's transports are asyncio's by duty, not by class."""
+def test_the_client_runs_on_uvloop() -> None:
+    """uvloop's transports do not inherit from asyncio's."""
 
     async def script(wire: Wire) -> None:
         await wire.read()
@@ -305,14 +305,14 @@ def test_it_runs_on_the_loop_of_our_processes_too() -> None:
         assert runner.run(fetch()) == b"ok"
 
 
-def test_calls_that_end_at_any_moment_of_their_connecting_leave_no_connection() -> None:
-    """uvloop says nothing to a connection that was just made when its maker is cancelled."""
+def test_calls_closed_while_connecting_leave_no_connection() -> None:
+    """uvloop does not notify a new connection whose connect call is cancelled."""
 
     async def main() -> None:
         async with serving(lambda wire: wire.gone()) as server, asyncio.timeout(PATIENCE_S):
             client = HttpClient()
             for num_turns in range(30):
-                call = client.send(target("GET", server.url), (), Ear())
+                call = client.send(target("GET", server.url), (), ResponseRecorder())
                 for _ in range(num_turns):
                     await asyncio.sleep(0)
                 call.close()
@@ -332,38 +332,38 @@ def test_a_call_without_a_descriptor_is_held_until_there_is_one(
     new_loop: Callable[[], asyncio.AbstractEventLoop], host: str
 ) -> None:
     async def check() -> None:
-        ear = Ear()
+        recorder = ResponseRecorder()
         async with serving(forever) as server, HttpClient() as client:
             url = server.url.replace("127.0.0.1", host)
             with no_descriptor_left():
-                client.send(target("GET", url), (), ear)
-                while len(client.held) < 1:  # noqa: ASYNC110 - nothing tells
+                client.send(target("GET", url), (), recorder)
+                while len(client.held) < 1:  # noqa: ASYNC110 - there is no event
                     await asyncio.sleep(0)
-                assert not ear.ends
+                assert not recorder.ends
                 assert "ulimit -n" in next(iter(client.held.values()))
                 with pytest.raises(LocalShortage, match="RLIMIT_NOFILE is 3"):
                     await client.fetch(target("GET", url), timeout_s=0.1)
-            await ear.until(lambda: ear.ends)
-            assert (ear.status, ear.ends, client.held) == (200, [None], {})
+            await recorder.until(lambda: recorder.ends)
+            assert (recorder.status, recorder.ends, client.held) == (200, [None], {})
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(check())
 
 
-async def test_a_call_that_is_held_for_too_long_ends_and_names_the_remedy() -> None:
-    ear = Ear()
+async def test_a_call_that_is_held_too_long_fails_with_the_remedy() -> None:
+    recorder = ResponseRecorder()
     async with serving(forever) as server, HttpClient(shortage_wait_s=0.1) as client:
         with no_descriptor_left():
-            client.send(target("GET", server.url), (), ear)
-            await ear.until(lambda: ear.ends)
-    [error] = ear.ends
+            client.send(target("GET", server.url), (), recorder)
+            await recorder.until(lambda: recorder.ends)
+    [error] = recorder.ends
     assert isinstance(error, LocalShortage)
     assert "ulimit -n" in str(error)
     assert not client.held
 
 
 async def test_a_held_call_is_carried_by_a_connection_that_becomes_idle() -> None:
-    first, held, may_answer = Ear(), Ear(), asyncio.Event()
+    first, held, may_answer = ResponseRecorder(), ResponseRecorder(), asyncio.Event()
 
     async def script(wire: Wire) -> None:
         await wire.read()
@@ -374,11 +374,11 @@ async def test_a_held_call_is_carried_by_a_connection_that_becomes_idle() -> Non
 
     async with serving(script) as server, HttpClient() as client:
         client.send(target("GET", server.url), (), first)
-        while not server.num_connections:  # noqa: ASYNC110 - nothing tells
+        while not server.num_connections:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0)
         with no_descriptor_left():
             client.send(target("GET", server.url), (), held)
-            while not client.held:  # noqa: ASYNC110 - nothing tells
+            while not client.held:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0)
             may_answer.set()
             await held.until(lambda: held.ends)
@@ -386,20 +386,20 @@ async def test_a_held_call_is_carried_by_a_connection_that_becomes_idle() -> Non
 
 
 async def test_a_held_call_can_be_closed() -> None:
-    ear = Ear()
+    recorder = ResponseRecorder()
     async with serving(forever) as server, HttpClient() as client:
         with no_descriptor_left():
-            call = client.send(target("GET", server.url), (), ear)
-            while not client.held:  # noqa: ASYNC110 - nothing tells
+            call = client.send(target("GET", server.url), (), recorder)
+            while not client.held:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0)
             call.close()
-            while client.held:  # noqa: ASYNC110 - nothing tells
+            while client.held:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0)
-    assert not ear.ends
+    assert not recorder.ends
 
 
 @pytest.mark.parametrize("number", [errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM, errno.ENFILE])
-def test_other_shortages_of_this_machine_are_no_failures_of_a_peer(number: int) -> None:
+def test_other_local_shortages_are_recognised(number: int) -> None:
     assert "this machine has no" in shortage_of(OSError(number, os.strerror(number)))
 
 

@@ -18,14 +18,14 @@ from rollmesh.wire.machine import Received
 from tests.unit.engine.fleet_bench import A, B, Bench, ready
 
 
-def test_of_two_publishers_the_newer_wins_while_it_runs() -> None:
+def test_of_two_publishers_the_newer_wins_while_it_is_alive() -> None:
     bench = ready(A, B)
     new, old = b"new", b"old"
     assert bench.ask(BeginUpdate(1, A, 5, 5.0), new).ok
-    # On its way, it is waited for, whatever its version.
+    # During its update the other waits, whatever its version.
     assert bench.ask(BeginUpdate(2, A, 6, 5.0), old).superseded_by == -1
     assert bench.ask(FinishUpdate(3, A, 5, True), new).ok
-    # It may have been killed by now: until it is heard, nobody gives way.
+    # It may have been killed: until its next message, the other is not superseded.
     for _ in range(2):
         bench.tick(0.5)
         waits = bench.ask(BeginUpdate(4, A, 4, 5.0), old)
@@ -49,7 +49,7 @@ def test_of_two_publishers_the_newer_wins_while_it_runs() -> None:
     assert bench.ask(BeginUpdate(11, A, 5, 5.0), new).superseded_by == 6
 
 
-def test_publisher_that_is_gone_stands_in_nobodys_way() -> None:
+def test_a_publisher_that_is_gone_blocks_no_other() -> None:
     bench = ready(A)
     bench.ask(BeginUpdate(1, A, 30, 5.0), b"of an earlier run")
     bench.ask(FinishUpdate(2, A, 30, True), b"of an earlier run")
@@ -66,7 +66,7 @@ def test_first_publisher_of_a_fleet_is_never_too_late(least_version: int) -> Non
     assert bench.ask(BeginUpdate(1, A, 0, 5.0)).ok
 
 
-def test_adapter_stands_in_the_row_until_the_engine_has_other_weights() -> None:
+def test_the_row_shows_an_adapter_until_the_engine_has_other_weights() -> None:
     bench = ready(A)
     bench.ask(BeginUpdate(1, A, 1, 5.0))
     bench.ask(FinishUpdate(2, A, 1, True, "", "rollmesh-v1"))
@@ -99,19 +99,19 @@ def test_engine_whose_adapter_is_gone_gets_no_turn_until_it_is_updated() -> None
     assert bench.phase() is EnginePhase.READY
 
 
-def test_next_life_of_a_publisher_takes_over_at_once_and_the_last_has_nothing_more_to_say() -> None:
+def test_a_restarted_publisher_takes_over_at_once_and_its_predecessor_is_refused() -> None:
     bench = ready(A)
     old, new = b"publisher-1", b"publisher-2"
     assert bench.ask(BeginUpdate(1, A, 4, 30.0, "run"), old).ok
     assert bench.ask(BeginUpdate(1, A, 5, 30.0, "run"), new).ok
-    assert not bench.ask(BeginUpdate(2, A, 4, 30.0, "run"), old).ok, "said late"
+    assert not bench.ask(BeginUpdate(2, A, 4, 30.0, "run"), old).ok, "too late"
     assert not bench.ask(FinishUpdate(3, A, 4, True), old).ok
     assert bench.phase() is EnginePhase.UPDATING
     assert bench.ask(FinishUpdate(2, A, 5, True), new).ok
     assert (bench.phase(), bench.row().policy_version) == (EnginePhase.READY, 5)
 
 
-def test_publisher_of_no_name_succeeds_nobody() -> None:
+def test_a_publisher_without_a_name_takes_over_from_no_other() -> None:
     bench = ready(A)
     assert bench.ask(BeginUpdate(1, A, 4, 30.0), b"one").ok
     assert not bench.ask(BeginUpdate(1, A, 5, 30.0), b"other").ok
@@ -134,13 +134,13 @@ def test_engine_that_joins_with_older_weights_than_are_being_published_waits_for
     assert bench.row().detail == "serves version 6, the fleet is at 7"
     bench.tick(1.0)
     bench.answer(A, policy_version=7)
-    assert bench.phase() is EnginePhase.JOINING  # its weights changed with no publisher's word
+    assert bench.phase() is EnginePhase.JOINING  # no publisher reported its new weights
     assert bench.ask(BeginUpdate(2, A, 7, 5.0), b"publisher").ok
     assert bench.ask(FinishUpdate(3, A, 7, True), b"publisher").ok
     assert bench.phase() is EnginePhase.READY
 
 
-def test_what_a_publisher_announced_does_not_outlive_it() -> None:
+def test_an_announced_version_is_forgotten_when_its_publisher_leaves() -> None:
     bench = Bench(A)
     bench.ask(ReadFleet(1, 7), b"publisher")
     bench.answer(A, policy_version=6)
@@ -150,7 +150,7 @@ def test_what_a_publisher_announced_does_not_outlive_it() -> None:
     assert bench.phase() is EnginePhase.READY
 
 
-def test_what_a_killed_publisher_announced_holds_no_engine_back_after_its_grace() -> None:
+def test_an_announced_version_is_forgotten_after_the_grace_of_a_killed_publisher() -> None:
     bench = Bench(A, settings=FleetSettings(publisher_grace_s=10.0))
     bench.ask(ReadFleet(1, 7), b"publisher")
     bench.answer(A, policy_version=6)
@@ -162,7 +162,7 @@ def test_what_a_killed_publisher_announced_holds_no_engine_back_after_its_grace(
     assert bench.phase() is EnginePhase.READY
 
 
-def test_older_publisher_that_announces_beside_a_newer_one_holds_nothing_up() -> None:
+def test_an_announcement_beside_an_active_publisher_is_ignored() -> None:
     bench = ready(A)
     assert bench.ask(BeginUpdate(1, A, 5, 5.0), b"new").ok
     assert bench.ask(FinishUpdate(2, A, 5, True), b"new").ok
@@ -177,43 +177,43 @@ def test_older_publisher_that_announces_beside_a_newer_one_holds_nothing_up() ->
 ONE, OTHER = b"one", b"other"
 
 
-def reigning(policy_version: int = 18) -> ActivePublisher:
-    incumbent = ActivePublisher(grace_s=10.0, least_version=UNVERSIONED)
-    incumbent.verified(ONE, policy_version, 0.0)
-    return incumbent
+def active_publisher(policy_version: int = 18) -> ActivePublisher:
+    active = ActivePublisher(grace_s=10.0, least_version=UNVERSIONED)
+    active.verified(ONE, policy_version, 0.0)
+    return active
 
 
-def test_another_publisher_is_let_in_with_newer_weights_alone() -> None:
-    incumbent = reigning()
-    assert incumbent.is_ahead_of(OTHER, 18, 1.0)
-    assert not incumbent.is_ahead_of(OTHER, 19, 1.0)
-    assert not incumbent.is_ahead_of(ONE, 1, 1.0)
+def test_another_publisher_needs_newer_weights() -> None:
+    active = active_publisher()
+    assert active.is_ahead_of(OTHER, 18, 1.0)
+    assert not active.is_ahead_of(OTHER, 19, 1.0)
+    assert not active.is_ahead_of(ONE, 1, 1.0)
 
 
-def test_one_that_is_silent_for_its_grace_keeps_nobody_out() -> None:
-    incumbent = reigning()
-    incumbent.seen(ONE, 5.0)
-    incumbent.seen(OTHER, 14.0)
-    assert incumbent.is_ahead_of(OTHER, 1, 14.9)
-    assert not incumbent.is_ahead_of(OTHER, 1, 15.0)
+def test_a_publisher_that_is_silent_for_its_grace_blocks_no_other() -> None:
+    active = active_publisher()
+    active.seen(ONE, 5.0)
+    active.seen(OTHER, 14.0)
+    assert active.is_ahead_of(OTHER, 1, 14.9)
+    assert not active.is_ahead_of(OTHER, 1, 15.0)
 
 
-def test_one_that_leaves_keeps_nobody_out_from_then_on() -> None:
-    incumbent = reigning()
-    incumbent.leave(OTHER)
-    assert incumbent.is_ahead_of(OTHER, 1, 1.0)
-    incumbent.leave(ONE)
-    assert not incumbent.is_ahead_of(OTHER, 1, 1.0)
+def test_a_publisher_that_left_blocks_no_other() -> None:
+    active = active_publisher()
+    active.leave(OTHER)
+    assert active.is_ahead_of(OTHER, 1, 1.0)
+    active.leave(ONE)
+    assert not active.is_ahead_of(OTHER, 1, 1.0)
 
 
-def test_what_was_published_is_told_once_a_publisher_has_done_so() -> None:
-    incumbent = ActivePublisher(grace_s=10.0, least_version=7)
-    assert (incumbent.verified_version, incumbent.published) == (UNVERSIONED, 7)
-    incumbent.verified(ONE, 8, 0.0)
-    assert incumbent.verified_version == 8
+def test_the_verified_version_is_known_after_the_first_publication() -> None:
+    active = ActivePublisher(grace_s=10.0, least_version=7)
+    assert (active.verified_version, active.published) == (UNVERSIONED, 7)
+    active.verified(ONE, 8, 0.0)
+    assert active.verified_version == 8
 
 
-def test_run_that_follows_one_that_has_left_in_order_publishes_at_once() -> None:
+def test_the_next_run_publishes_at_once_if_the_last_left_in_order() -> None:
     bench = ready(A)
     bench.ask(BeginUpdate(1, A, 18, 5.0), ONE)
     bench.ask(FinishUpdate(2, A, 18, True), ONE)
@@ -224,27 +224,29 @@ def test_run_that_follows_one_that_has_left_in_order_publishes_at_once() -> None
     assert bench.fleet.table().published == 1
 
 
-def test_run_that_follows_one_that_left_in_mid_update_waits_for_no_lease() -> None:
+def test_the_next_run_waits_for_no_lease_of_a_run_that_left() -> None:
     bench = ready(A, B)
     bench.ask(BeginUpdate(1, A, 18, 30.0, "run"), ONE)
     bench.ask(BeginUpdate(1, B, 18, 30.0, "other run"), OTHER)
     left = bench.take(bench.fleet.step(Received(ONE, PublisherLeft()), bench.now_s))
-    assert [a.url for a in left if isinstance(a, ContinueEngine)] == [A], "maybe left paused"
-    assert bench.phase(B) is EnginePhase.UPDATING, "another's"
+    assert [a.url for a in left if isinstance(a, ContinueEngine)] == [A], (
+        "it may have been left paused"
+    )
+    assert bench.phase(B) is EnginePhase.UPDATING, "this lease is another publisher's"
     assert bench.ask(BeginUpdate(2, A, 1, 5.0, "other run"), OTHER).ok
 
 
-def test_engine_whose_publisher_left_in_mid_update_serves_what_it_had() -> None:
+def test_an_engine_whose_publisher_left_during_an_update_serves_its_old_weights() -> None:
     bench = ready(A)
     bench.ask(BeginUpdate(1, A, 18, 30.0), ONE)
     bench.take(bench.fleet.step(Received(ONE, PublisherLeft()), bench.now_s))
     bench.answer(A, policy_version=0)
     assert (bench.phase(), bench.row().policy_version) == (EnginePhase.READY, 0)
-    assert not bench.ask(FinishUpdate(2, A, 18, True), ONE).ok, "said late"
+    assert not bench.ask(FinishUpdate(2, A, 18, True), ONE).ok, "too late"
 
 
-def test_restarted_router_takes_restarted_engines_at_their_word_until_a_publisher_reports() -> None:
-    bench = Bench(A, B)  # a new router: version 4 was published through the one before
+def test_a_restarted_router_accepts_the_versions_of_engines_until_a_publisher_reports() -> None:
+    bench = Bench(A, B)  # a new router: version 4 was published through the previous one
     bench.answer(A, policy_version=0, incarnation="restarted")
     assert (bench.phase(A), bench.row(A).policy_version) == (EnginePhase.READY, 0)
     assert bench.fleet.table().published == UNVERSIONED, "readers see that no publisher reported"

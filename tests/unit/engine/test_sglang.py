@@ -1,4 +1,4 @@
-"""The client against a scripted engine on a real socket: legs, faults, control."""
+"""The client against a scripted engine on a real socket: requests, faults, control."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from rollmesh.testing.engine import (
     logprob_of,
 )
 from rollmesh.testing.faults import Fault
-from tests.unit.engine.token_receiver import PROMPT, LegEar, expected, leg
+from tests.unit.engine.token_receiver import PROMPT, TokenRecorder, engine_request, expected
 
 
 @pytest.fixture
@@ -37,11 +37,11 @@ def client(engine: ScriptedEngine, http: HttpClient) -> SglangBackend:
     return SglangBackend(engine.url, http, VOCAB_SIZE)
 
 
-async def test_plain_leg_brings_all_tokens_at_once(client: SglangBackend) -> None:
-    ear = LegEar()
-    client.generate(leg(), ear)
-    await ear.until_over()
-    [chunk] = ear.chunks
+async def test_a_plain_request_returns_all_tokens_at_once(client: SglangBackend) -> None:
+    recorder = TokenRecorder()
+    client.generate(engine_request(), recorder)
+    await recorder.until_ended()
+    [chunk] = recorder.chunks
     assert chunk.token_ids == expected(5)
     assert chunk.logprobs == [logprob_of(0, token) for token in expected(5)]
     assert chunk.finish
@@ -50,58 +50,60 @@ async def test_plain_leg_brings_all_tokens_at_once(client: SglangBackend) -> Non
 
 
 @pytest.mark.parametrize("is_incremental", [True, False])
-async def test_stream_tells_each_token_once(
+async def test_a_stream_reports_each_token_once(
     engine: ScriptedEngine, client: SglangBackend, is_incremental: bool
 ) -> None:
     engine.is_incremental = is_incremental
-    ear = LegEar()
-    client.generate(leg(stream=True, num_tokens=40), ear)
-    await ear.until_over()
-    assert ear.token_ids == expected(40)
-    assert [bool(chunk.finish) for chunk in ear.chunks].count(True) == 1
-    assert ear.chunks[-1].finish
+    recorder = TokenRecorder()
+    client.generate(engine_request(stream=True, num_tokens=40), recorder)
+    await recorder.until_ended()
+    assert recorder.token_ids == expected(40)
+    assert [bool(chunk.finish) for chunk in recorder.chunks].count(True) == 1
+    assert recorder.chunks[-1].finish
 
 
 async def test_first_token_of_a_stream_comes_before_the_second_is_sampled(
     engine: ScriptedEngine, client: SglangBackend
 ) -> None:
     engine.hold()
-    ear = LegEar()
-    client.generate(leg(stream=True), ear)
+    recorder = TokenRecorder()
+    client.generate(engine_request(stream=True), recorder)
     await engine.allow(1)
-    await ear.until_told(1)
-    assert ear.token_ids == expected(1)
+    await recorder.until_tokens(1)
+    assert recorder.token_ids == expected(1)
     await engine.release()
-    await ear.until_over()
-    assert ear.token_ids == expected(5)
+    await recorder.until_ended()
+    assert recorder.token_ids == expected(5)
 
 
-async def test_leg_that_is_resumed_goes_on_behind_what_was_sampled(client: SglangBackend) -> None:
-    ear = LegEar()
-    client.generate(leg(sampled_ids=expected(2), num_tokens=3), ear)
-    await ear.until_over()
-    assert ear.token_ids == expected(5)[2:]
+async def test_a_resumed_request_continues_after_the_sampled_tokens(client: SglangBackend) -> None:
+    recorder = TokenRecorder()
+    client.generate(engine_request(sampled_ids=expected(2), num_tokens=3), recorder)
+    await recorder.until_ended()
+    assert recorder.token_ids == expected(5)[2:]
 
 
-async def test_prompt_that_is_ready_json_is_sent_as_it_is(
+async def test_a_prompt_of_ready_json_is_sent_unchanged(
     engine: ScriptedEngine, client: SglangBackend
 ) -> None:
-    ear = LegEar()
-    client.generate(leg(prompt_ids=(), prompt_json=b"5, 6,7", sampled_ids=expected(1)), ear)
-    await ear.until_over()
+    recorder = TokenRecorder()
+    client.generate(
+        engine_request(prompt_ids=(), prompt_json=b"5, 6,7", sampled_ids=expected(1)), recorder
+    )
+    await recorder.until_ended()
     assert engine.seen[0].body["input_ids"] == [*PROMPT, *expected(1)]
-    assert ear.token_ids == expected(6)[1:]
+    assert recorder.token_ids == expected(6)[1:]
 
 
 @pytest.mark.parametrize("num_top", [1, 3])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_likeliest_tokens_are_told_for_each_token(
+async def test_the_likeliest_tokens_are_reported_for_each_token(
     client: SglangBackend, stream: bool, num_top: int
 ) -> None:
-    ear = LegEar()
-    client.generate(leg(stream=stream, num_top_logprobs=num_top), ear)
-    await ear.until_over()
-    places = [place for chunk in ear.chunks for place in chunk.top_logprobs]
+    recorder = TokenRecorder()
+    client.generate(engine_request(stream=stream, num_top_logprobs=num_top), recorder)
+    await recorder.until_ended()
+    places = [place for chunk in recorder.chunks for place in chunk.top_logprobs]
     assert [len(place) for place in places] == [num_top] * 5
     assert [place[0] for place in places] == [(logprob_of(0, t), t) for t in expected(5)]
 
@@ -114,7 +116,7 @@ async def test_id_that_is_no_token_never_reaches_the_engine(
     engine: ScriptedEngine, client: SglangBackend, ids: dict[str, Any]
 ) -> None:
     with pytest.raises(EngineRefused):
-        client.generate(leg(**ids), LegEar())
+        client.generate(engine_request(**ids), TokenRecorder())
     assert engine.seen == []
 
 
@@ -130,58 +132,60 @@ async def test_id_that_is_no_token_never_reaches_the_engine(
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
-async def test_faults_are_told_apart(
+async def test_each_fault_has_its_error_type(
     engine: ScriptedEngine, client: SglangBackend, fault: Fault, kind: type[Exception], stream: bool
 ) -> None:
     engine.faults.append(fault)
-    ear = LegEar()
-    client.generate(leg(stream=stream), ear)
-    await ear.until_over()
-    [error] = ear.ends
+    recorder = TokenRecorder()
+    client.generate(engine_request(stream=stream), recorder)
+    await recorder.until_ended()
+    [error] = recorder.ends
     assert type(error) is kind
     assert engine.url in str(error)
 
 
 async def test_dead_engine_is_unavailable(engine: ScriptedEngine, client: SglangBackend) -> None:
     await engine.die()
-    ear = LegEar()
-    client.generate(leg(), ear)
-    await ear.until_over()
-    assert type(ear.ends[0]) is EngineUnavailable
+    recorder = TokenRecorder()
+    client.generate(engine_request(), recorder)
+    await recorder.until_ended()
+    assert type(recorder.ends[0]) is EngineUnavailable
     with pytest.raises(EngineUnavailable):
         await client.model_info()
 
 
-async def test_aborted_leg_keeps_its_tokens(engine: ScriptedEngine, client: SglangBackend) -> None:
+async def test_an_aborted_request_keeps_its_tokens(
+    engine: ScriptedEngine, client: SglangBackend
+) -> None:
     engine.hold()
-    ear = LegEar()
-    client.generate(leg(stream=True), ear)
+    recorder = TokenRecorder()
+    client.generate(engine_request(stream=True), recorder)
     await engine.allow(2)
-    await ear.until_told(2)
+    await recorder.until_tokens(2)
     await client.abort("r")
-    await ear.until_over()
-    assert ear.token_ids == expected(2)
-    assert ear.chunks[-1].finish
-    assert ear.chunks[-1].finish.kind == "abort"
+    await recorder.until_ended()
+    assert recorder.token_ids == expected(2)
+    assert recorder.chunks[-1].finish
+    assert recorder.chunks[-1].finish.kind == "abort"
 
 
 async def test_abort_of_an_unknown_request_is_no_error(
     engine: ScriptedEngine, client: SglangBackend
 ) -> None:
-    await client.abort("nobody")
+    await client.abort("unknown")
     assert engine.num_seen("/abort_request") == 1
 
 
-async def test_leg_that_is_closed_hears_nothing_more(
+async def test_a_closed_request_receives_nothing_more(
     engine: ScriptedEngine, client: SglangBackend
 ) -> None:
     engine.hold()
-    ear = LegEar()
-    call = client.generate(leg(stream=True), ear)
+    recorder = TokenRecorder()
+    call = client.generate(engine_request(stream=True), recorder)
     await engine.until(lambda: engine.num_live == 1)
     call.close()
     await engine.until(lambda: engine.num_live == 0)
-    assert (ear.chunks, ear.ends) == ([], [])
+    assert (recorder.chunks, recorder.ends) == ([], [])
 
 
 @pytest.mark.parametrize(("is_incremental", "num_lines"), [(False, 1), (True, 0)])
@@ -195,12 +199,12 @@ async def test_costly_streams_are_warned_of_once(
     engine.is_incremental = is_incremental
     for _ in range(2):
         engine.hold()
-        ear = LegEar()
-        client.generate(leg(stream=True), ear)
+        recorder = TokenRecorder()
+        client.generate(engine_request(stream=True), recorder)
         await engine.allow(1)
-        await ear.until_told(1)
+        await recorder.until_tokens(1)
         await engine.release()
-        await ear.until_over()
+        await recorder.until_ended()
     assert caplog.text.count("engine.streams_cumulatively") == num_lines
     assert caplog.text.count("start the engine with --incremental-streaming-output") == num_lines
 
@@ -213,14 +217,14 @@ async def test_update_changes_the_weights(engine: ScriptedEngine, client: Sglang
     await client.resume()
     assert not (await client.server_info())["is_paused"]
     assert await client.model_info() == ModelInfo("weights", 7, "7")
-    ear = LegEar()
-    client.generate(leg(), ear)
-    await ear.until_over()
-    assert ear.token_ids == expected(5, policy_version=7)
-    assert ear.chunks[0].policy_version == 7
+    recorder = TokenRecorder()
+    client.generate(engine_request(), recorder)
+    await recorder.until_ended()
+    assert recorder.token_ids == expected(5, policy_version=7)
+    assert recorder.chunks[0].policy_version == 7
 
 
-async def test_an_engine_without_its_memory_holds_what_comes_until_it_has_weights_again(
+async def test_an_engine_without_weights_queues_requests_until_it_is_updated(
     engine: ScriptedEngine, client: SglangBackend
 ) -> None:
     await client.pause()
@@ -229,14 +233,14 @@ async def test_an_engine_without_its_memory_holds_what_comes_until_it_has_weight
     await client.resume()
     with pytest.raises(EngineRefused, match="HTTP 400"):
         await client.update_from_disk(Path("weights"), 7)
-    ear = LegEar()
-    client.generate(leg(), ear)
+    recorder = TokenRecorder()
+    client.generate(engine_request(), recorder)
     await engine.until(lambda: engine.num_live == 1)
     await client.memory.resume()
     assert engine.num_sampled == 0
     await client.update_from_disk(Path("weights"), 7)
-    await ear.until_over()
-    assert ear.token_ids == expected(5, policy_version=7)
+    await recorder.until_ended()
+    assert recorder.token_ids == expected(5, policy_version=7)
 
 
 async def test_failed_update_gives_the_status_and_not_the_engines_text(
@@ -260,7 +264,7 @@ async def test_connection_is_used_again_after_a_stream(
     client: SglangBackend, http: HttpClient
 ) -> None:
     for _ in range(3):
-        ear = LegEar()
-        client.generate(leg(stream=True), ear)
-        await ear.until_over()
+        recorder = TokenRecorder()
+        client.generate(engine_request(stream=True), recorder)
+        await recorder.until_ended()
     assert http.num_connections == 1

@@ -1,4 +1,4 @@
-"""A worker's view of the fleet: which engine a leg goes to."""
+"""A worker's view of the fleet: the engine that each request goes to."""
 
 from rollmesh.engine.view import OVERLOAD_TABLES, FleetView
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
@@ -33,14 +33,14 @@ def test_only_ready_engines_are_chosen() -> None:
         assert chosen(view_of(row(A, phase=phase))) == expected
 
 
-def test_what_keeps_an_engine_away_is_told_in_its_words() -> None:
+def test_trouble_names_the_engine_its_phase_and_its_detail() -> None:
     away = EngineRow(B, "", EnginePhase.JOINING, -1, detail="connection refused")
     assert view_of(row(A), away).trouble() == f"{B}: joining, connection refused"
     assert view_of(row(A)).trouble() == ""
     assert view_of(row(A, phase=EnginePhase.UPDATING)).trouble() == f"{A}: updating"
 
 
-def test_session_never_hops_to_older_weights() -> None:
+def test_a_session_never_moves_to_older_weights() -> None:
     view = view_of(row(A, policy_version=3), row(B, policy_version=4, running=50))
     assert chosen(view, min_version=4) == B
     assert chosen(view, min_version=5) is None
@@ -65,7 +65,7 @@ def test_unnumbered_weights_are_compared_only_where_a_publisher_numbers_them() -
     assert chosen(view_of(rows[0]), min_version=0) is None
 
 
-def test_session_that_waits_for_newer_weights_of_a_publisher_is_told_of_it() -> None:
+def test_a_session_that_waits_for_newer_weights_gets_the_reason() -> None:
     view = view_of(row(A, policy_version=3), row(B, 4, EnginePhase.FENCED))
     assert (view.is_behind(4), view.is_behind(3)) == (True, False)
     assert view.why_waiting(4).startswith(
@@ -75,7 +75,7 @@ def test_session_that_waits_for_newer_weights_of_a_publisher_is_told_of_it() -> 
     assert view_of(row(B, 4, EnginePhase.FENCED)).why_waiting(4) == f"{B}: fenced"
 
 
-def test_weights_of_a_run_that_is_over_never_come_again_and_others_may() -> None:
+def test_a_session_learns_that_the_weights_of_an_ended_run_will_not_return() -> None:
     view = FleetView()
     behind = (row(A, 4), row(B, 5, EnginePhase.FENCED))
     view.update(FleetChanged(1, behind, 5), "router")
@@ -86,7 +86,7 @@ def test_weights_of_a_run_that_is_over_never_come_again_and_others_may() -> None
     assert "policy version 18, was of another run: engines are at version 1" in view.why_never(18)
     assert view.why_never(1) == ""
     view.update(FleetChanged(0, (row(A, -1, EnginePhase.JOINING),)), "a new router")
-    assert view.why_never(18) == "", "it has heard of no publisher yet"
+    assert view.why_never(18) == "", "no publisher is known yet"
 
 
 def test_session_stays_with_its_engine_although_others_are_idle() -> None:
@@ -99,8 +99,8 @@ def test_session_stays_with_its_engine_although_others_are_idle() -> None:
     assert chosen(view, session="other") != home
 
 
-class Lopsided:
-    """Sessions of ours all live at A, which has `num_running` requests; B has `num_beside`."""
+class UnevenLoad:
+    """All of our sessions are at A, which has `num_running` requests; B has `num_beside`."""
 
     def __init__(self, num_running: int, num_beside: int = 0, num_own: int = 16) -> None:
         self.view = view_of(row(A), row(B, running=99))
@@ -117,65 +117,65 @@ class Lopsided:
             self.view.update(FleetChanged(self.epoch, self.rows), "router")
 
     def num_moved(self) -> int:
-        """How many sessions are at B when each has had a turn."""
+        """Number of sessions that choose B for their next request."""
         return [chosen(self.view, key) for key in self.keys].count(B)
 
 
 def test_sessions_leave_an_engine_that_stays_overfull_a_few_at_a_time() -> None:
-    world = Lopsided(num_running=40)
-    world.push(OVERLOAD_TABLES - 1)
-    assert world.num_moved() == 0
-    world.push()
-    assert world.num_moved() == 2
-    assert world.num_moved() == 2
-    world.push()
-    assert world.num_moved() == 4
+    load = UnevenLoad(num_running=40)
+    load.push(OVERLOAD_TABLES - 1)
+    assert load.num_moved() == 0
+    load.push()
+    assert load.num_moved() == 2
+    assert load.num_moved() == 2
+    load.push()
+    assert load.num_moved() == 4
 
 
-def test_a_table_that_says_the_same_again_counts_as_time() -> None:
-    world = Lopsided(num_running=40)
-    world.push()
+def test_a_repeated_table_counts_as_time() -> None:
+    load = UnevenLoad(num_running=40)
+    load.push()
     for _ in range(OVERLOAD_TABLES):
-        world.view.update(FleetChanged(world.epoch, world.rows), "router")
-    assert world.num_moved() == 2
+        load.view.update(FleetChanged(load.epoch, load.rows), "router")
+    assert load.num_moved() == 2
 
 
-def test_sessions_stay_where_load_is_only_a_little_lopsided() -> None:
-    world = Lopsided(num_running=2 * 20 + 4, num_beside=20)
-    world.push(10)
-    assert world.num_moved() == 0
+def test_sessions_stay_if_loads_differ_little() -> None:
+    load = UnevenLoad(num_running=2 * 20 + 4, num_beside=20)
+    load.push(10)
+    assert load.num_moved() == 0
 
 
-def test_a_moment_of_load_moves_nobody() -> None:
-    world = Lopsided(num_running=40)
-    crowded, calm = world.rows, (row(A, running=18), row(B, running=17))
+def test_a_short_overload_moves_no_session() -> None:
+    load = UnevenLoad(num_running=40)
+    crowded, calm = load.rows, (row(A, running=18), row(B, running=17))
     for rows in (crowded, crowded, calm) * 4:
-        world.rows = rows
-        world.push()
-        assert world.num_moved() == 0
+        load.rows = rows
+        load.push()
+        assert load.num_moved() == 0
 
 
 def test_session_that_moved_does_not_move_back_while_loads_are_near() -> None:
-    world = Lopsided(num_running=40)
-    world.push(OVERLOAD_TABLES)
-    moved = [key for key in world.keys if chosen(world.view, key) == B]
-    world.rows = (row(A, running=20), row(B, running=30))
-    world.push(10)
+    load = UnevenLoad(num_running=40)
+    load.push(OVERLOAD_TABLES)
+    moved = [key for key in load.keys if chosen(load.view, key) == B]
+    load.rows = (row(A, running=20), row(B, running=30))
+    load.push(10)
     assert moved
-    assert [chosen(world.view, key) for key in moved] == [B] * len(moved)
+    assert [chosen(load.view, key) for key in moved] == [B] * len(moved)
 
 
 def test_sessions_do_not_move_to_an_engine_that_is_sick_or_behind() -> None:
-    world = Lopsided(num_running=40)
-    world.rows = (row(A, policy_version=1, running=40), row(B, policy_version=0))
-    world.push(OVERLOAD_TABLES)
-    assert {chosen(world.view, key, min_version=1) for key in world.keys} == {A}
-    sick = world.view.choose("s0", 0, {B})
+    load = UnevenLoad(num_running=40)
+    load.rows = (row(A, policy_version=1, running=40), row(B, policy_version=0))
+    load.push(OVERLOAD_TABLES)
+    assert {chosen(load.view, key, min_version=1) for key in load.keys} == {A}
+    sick = load.view.choose("s0", 0, {B})
     assert sick
     assert sick.url == A
 
 
-def test_legs_of_ours_are_counted_for_each_engine() -> None:
+def test_own_requests_are_counted_for_each_engine() -> None:
     view = view_of(row(A), row(B))
     view.count(A, requests=1)
     view.count(A, requests=1)
@@ -183,7 +183,7 @@ def test_legs_of_ours_are_counted_for_each_engine() -> None:
     assert (view.num_requests(A), view.num_requests(B), view.num_requests("http://c")) == (1, 0, 0)
 
 
-def test_least_loaded_engine_counts_own_legs_and_pushed_load() -> None:
+def test_the_least_loaded_engine_counts_own_requests_and_pushed_load() -> None:
     view = view_of(row(A, running=3), row(B, running=5))
     assert chosen(view, "s1") == A
     for _ in range(3):
@@ -194,7 +194,7 @@ def test_least_loaded_engine_counts_own_legs_and_pushed_load() -> None:
     assert chosen(view, "s3") == A
 
 
-def test_own_legs_in_a_pushed_load_are_not_counted_twice() -> None:
+def test_own_requests_in_a_pushed_load_are_not_counted_twice() -> None:
     view = view_of(row(A), row(B))
     for _ in range(4):
         view.count(A, requests=1)
@@ -219,7 +219,7 @@ def test_older_table_of_the_same_router_is_ignored() -> None:
     assert chosen(view) is None
 
 
-def test_view_is_paused_only_while_an_update_is_what_it_waits_for() -> None:
+def test_a_view_is_paused_only_while_it_waits_for_an_update() -> None:
     updating = row(A, phase=EnginePhase.UPDATING)
     assert view_of(updating).is_paused(0)
     assert not view_of(updating, row(B)).is_paused(0)
@@ -227,9 +227,9 @@ def test_view_is_paused_only_while_an_update_is_what_it_waits_for() -> None:
     assert not view_of(row(A, phase=EnginePhase.FENCED)).is_paused(0)
 
 
-def test_listeners_hear_of_each_new_table() -> None:
-    view, heard = FleetView(), []
-    view.listeners.append(lambda: heard.append(view.find(A)))
+def test_listeners_are_called_for_each_new_table() -> None:
+    view, rows = FleetView(), []
+    view.listeners.append(lambda: rows.append(view.find(A)))
     view.update(FleetChanged(1, (row(A),)), "router")
     view.update(FleetChanged(1, ()), "router")
-    assert heard == [row(A)]
+    assert rows == [row(A)]

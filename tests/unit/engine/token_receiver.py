@@ -1,7 +1,4 @@
-"""A receiver that writes down what it hears of a leg, and legs of a scripted engine to hear.
-
-Invariant: it waits for events, never for time. Driven by test_client.py and test_leg.py.
-"""
+"""A token receiver that records its calls, and requests to a scripted engine."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,8 +15,8 @@ PROMPT = [5, 6, 7]
 PATIENCE_S = 60.0
 
 
-class LegEar:
-    """See the module."""
+class TokenRecorder:
+    """Record the chunks and the end of one request; wait for them."""
 
     def __init__(self) -> None:
         self.chunks: list[TokenChunk] = []
@@ -44,23 +41,23 @@ class LegEar:
         return [token for chunk in self.chunks for token in chunk.token_ids]
 
     async def until(self, is_so: Callable[[], object]) -> None:
-        """Until what was heard makes `is_so`."""
+        """Wait until a call has made `is_so` true."""
         async with asyncio.timeout(PATIENCE_S):
             while not is_so():
                 self._moved.clear()
                 await self._moved.wait()
 
-    async def until_told(self, num_tokens: int) -> None:
-        """Until so many tokens were told."""
+    async def until_tokens(self, num_tokens: int) -> None:
+        """Wait for `num_tokens` tokens."""
         await self.until(lambda: len(self.token_ids) >= num_tokens)
 
-    async def until_over(self) -> None:
-        """Until the leg's end."""
+    async def until_ended(self) -> None:
+        """Wait for the end of the request."""
         await self.until(lambda: self.ends)
 
 
-def leg(*, num_tokens: int = 5, **fields: Any) -> EngineRequest:
-    """A leg from PROMPT, but for the given fields."""
+def engine_request(*, num_tokens: int = 5, **fields: Any) -> EngineRequest:
+    """A request for PROMPT, with these fields replaced."""
     plain = EngineRequest(
         rid="r",
         prompt_ids=PROMPT,
@@ -73,7 +70,7 @@ def leg(*, num_tokens: int = 5, **fields: Any) -> EngineRequest:
 
 
 def expected(num_tokens: int, policy_version: int = 0) -> list[int]:
-    """What an engine of `endless_token` samples after PROMPT."""
+    """The tokens that an engine of `endless_token` samples after PROMPT."""
     context = list(PROMPT)
     for _ in range(num_tokens):
         context.append(endless_token(policy_version, context))

@@ -12,7 +12,7 @@ from tests.unit.engine.embedded.tiny_models import EOS, VOCAB_SIZE, write_model
 
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread() -> None:
-    """Tiny tensors are slower on many threads, and tests share the machine."""
+    """Run torch on one thread: tiny tensors are slower on many, and tests share the machine."""
     torch.set_num_threads(1)
 
 
@@ -42,7 +42,7 @@ def other_model(other_folder: Path) -> Model:
 
 @pytest.fixture(scope="session")
 def letters() -> Tokenizer:
-    """A tokenizer of the tiny models' vocabulary: one character for each id, the first ASCII's."""
+    """A tokenizer of the tiny models' vocabulary: one character for each id, ASCII first."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCAB_SIZE - 1]
     letters.insert(EOS, "<end>")
     tokenizer = Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters)}, []))

@@ -1,7 +1,4 @@
-"""Short ways to make requests and to run an engine to its end, for the engine's tests.
-
-Invariant: seeded; no threads; what a test means to vary it names. Driven by the tests beside it.
-"""
+"""Make seeded requests and run an engine until it is idle, without threads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +12,7 @@ from tests.unit.engine.embedded.tiny_models import VOCAB_SIZE
 
 
 def make_engine(model: Model, **limits: int) -> Engine:
-    """An engine of policy version "0" with little memory."""
+    """Make an engine of policy version "0" with little memory."""
     return Engine(model, EngineLimits(**{"num_slots": 1024, "max_running": 32} | limits), "0")
 
 
@@ -26,7 +23,7 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def ask(prompt: Sequence[int], rid: str = "r", new: int = 8, seed: int = 0, **rest: Any) -> Request:
-    """A request; `rest` goes to Sampling where it has such a field, else to Request."""
+    """Make a request; fields of Sampling in `rest` go to Sampling, all others to Request."""
     sampling = {k: rest.pop(k) for k in list(rest) if k in Sampling.__struct_fields__}
     return Request(
         rid,
@@ -37,7 +34,7 @@ def ask(prompt: Sequence[int], rid: str = "r", new: int = 8, seed: int = 0, **re
 
 
 def finish_all(engine: Engine, *requests: Request) -> list[Progress]:
-    """Submit, step until nothing is left to do; all progress."""
+    """Submit the requests, step until the engine is idle, and return all progress."""
     for request in requests:
         engine.submit(request)
     progress = engine.step()
@@ -47,6 +44,6 @@ def finish_all(engine: Engine, *requests: Request) -> list[Progress]:
 
 
 def output(request: Request) -> list[int]:
-    """What was sampled."""
+    """Return the sampled tokens."""
     sampled: list[int] = request.tokens[request.num_prompt_tokens : request.num_tokens].tolist()
     return sampled

@@ -1,7 +1,4 @@
-"""What transformers says of the same tokens: the truth that the engine's log-probs are held to.
-
-Invariant: one teacher-forced pass per sequence, no cache, float32. Driven by the numeric tests.
-"""
+"""Reference log-probs from transformers: one teacher-forced float32 pass, without a cache."""
 
 import warnings
 from collections.abc import Sequence
@@ -12,13 +9,13 @@ import torch
 
 
 class Reference:
-    """A transformers model of a folder."""
+    """The transformers model in a folder."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds to import
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # transformers' own, of its own moment
+            warnings.simplefilter("ignore")  # transformers' own warnings
             self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._model.eval()
 

@@ -64,7 +64,7 @@ def test_requests_of_several_adapters_and_of_none_share_each_step(
         assert request.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
 
 
-def test_what_one_adapter_computed_is_not_anothers_prefix(
+def test_adapters_share_no_prefixes(
     model: Model, adapters: list[Adapter], merged: list[Model]
 ) -> None:
     prompt = random_prompt(30)
@@ -79,9 +79,7 @@ def test_what_one_adapter_computed_is_not_anothers_prefix(
     assert again.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
 
 
-def test_one_that_was_forgotten_stays_with_the_requests_that_have_it(
-    model: Model, adapters: list[Adapter]
-) -> None:
+def test_a_forgotten_adapter_stays_with_its_requests(model: Model, adapters: list[Adapter]) -> None:
     registry = AdapterRegistry()
     registry.put(adapters[0])
     request = ask(random_prompt(20), new=8, adapter=registry.find("a1"))
@@ -143,7 +141,7 @@ def test_scale_of_a_stabilised_rank_is_alpha_over_its_root(
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "error_text"),
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3' with bias 'none' is not run"),
         ({"bias": "all"}, "with bias 'all' is not run"),
@@ -154,11 +152,11 @@ def test_scale_of_a_stabilised_rank_is_alpha_over_its_root(
     ],
 )
 def test_settings_that_change_the_formula_are_refused(
-    tmp_path: Path, folder: Path, model: Model, changes: dict[str, Any], told: str
+    tmp_path: Path, folder: Path, model: Model, changes: dict[str, Any], error_text: str
 ) -> None:
     write_adapter(tmp_path, folder)
     write_adapter_config(tmp_path, **changes)
-    with pytest.raises(ModelError, match=told) as caught:
+    with pytest.raises(ModelError, match=error_text) as caught:
         read_adapter("a", tmp_path, model)
     assert str(tmp_path / "adapter_config.json") in str(caught.value)
 

@@ -24,7 +24,7 @@ def write_config(folder: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "error_text"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not run by the embedded engine"),
         ({"use_sliding_window": True}, "use_sliding_window"),
@@ -35,18 +35,18 @@ def write_config(folder: Path, **changes: object) -> Path:
         ({"vocab_size": None}, "not a complete qwen3 config"),
     ],
 )
-def test_a_model_that_is_not_run_is_refused_in_one_line_that_names_the_file(
-    tmp_path: Path, changes: dict[str, object], says: str
+def test_an_unsupported_model_is_refused_in_one_line_that_names_the_file(
+    tmp_path: Path, changes: dict[str, object], error_text: str
 ) -> None:
     with pytest.raises(ModelError) as refused:
         read_architecture(write_config(tmp_path, **changes))
     line = str(refused.value)
-    assert says in line
+    assert error_text in line
     assert str(tmp_path / "config.json") in line
     assert "\n" not in line
 
 
-def test_a_folder_that_is_no_model_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_model_is_refused_with_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"not a model folder: config\.json: no such file"):
         read_architecture(tmp_path)
     (tmp_path / "config.json").write_text("{nope")

@@ -24,7 +24,7 @@ from tests.unit.engine.embedded.driving import ask, finish_all, make_engine, out
 def update(
     engine: Engine, model: Model, policy_version: str | None, *, flushes: bool = True
 ) -> list[str]:
-    """Order an update; the list gets its answer."""
+    """Start an update; the returned list receives its answer."""
     answers: list[str] = []
     engine.update(WeightUpdate(model, policy_version, flushes, answers.append))
     return answers
@@ -47,19 +47,19 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch(model: Model) -> None:
     assert output(other) != output(alone)
 
 
-def test_a_generation_that_is_cut_and_resumed_from_its_tokens_goes_on_alike(model: Model) -> None:
+def test_a_resumed_generation_samples_the_same_tokens(model: Model) -> None:
     prompt = random_prompt(20)
     whole = ask(prompt, "whole", new=12, seed=5)
     finish_all(make_engine(model), whole)
     engine = make_engine(model)
-    first = ask(prompt, "leg-1", new=5, seed=5)
+    first = ask(prompt, "attempt-1", new=5, seed=5)
     finish_all(engine, first)
-    second = ask(prompt + output(first), "leg-2", new=7, seed=5)
+    second = ask(prompt + output(first), "attempt-2", new=7, seed=5)
     finish_all(engine, second)
     assert output(first) + output(second) == output(whole)
 
 
-def test_abort_in_mid_generation_keeps_what_there_is(model: Model) -> None:
+def test_abort_during_a_generation_keeps_its_tokens(model: Model) -> None:
     engine = make_engine(model)
     request = ask(random_prompt(10), "1", new=50)
     engine.submit(request)
@@ -109,7 +109,7 @@ def test_pause_abort_ends_all_and_holds_new_ones(model: Model) -> None:
 @pytest.mark.parametrize(
     ("mode", "num_retractions"), [(PauseMode.RETRACT, 1), (PauseMode.IN_PLACE, 0)]
 )
-def test_a_paused_request_waits_and_then_ends_as_if_nothing_had_been(
+def test_a_paused_request_ends_with_the_same_tokens(
     model: Model, mode: PauseMode, num_retractions: int
 ) -> None:
     undisturbed = ask(random_prompt(15), "1", new=10, seed=3)
@@ -164,7 +164,7 @@ def test_an_update_while_paused_splits_a_request_into_version_spans(
     assert request.num_output_tokens == 9
 
 
-def test_an_update_waits_for_what_is_under_way_and_newcomers_wait_for_it(
+def test_an_update_waits_for_running_requests_and_new_ones_wait_for_it(
     model: Model, other_model: Model
 ) -> None:
     engine = make_engine(model)
@@ -183,9 +183,7 @@ def test_an_update_waits_for_what_is_under_way_and_newcomers_wait_for_it(
     assert [span.policy_version for span in late.versions] == ["1"]
 
 
-def test_abort_while_an_update_waits_reaches_those_that_wait_for_it(
-    model: Model, other_model: Model
-) -> None:
+def test_abort_reaches_requests_that_wait_for_an_update(model: Model, other_model: Model) -> None:
     engine = make_engine(model)
     engine.submit(ask(random_prompt(10), "1", new=6))
     engine.step()
@@ -210,7 +208,7 @@ def test_old_prefixes_do_not_serve_new_weights(model: Model, other_model: Model)
     assert mixed.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
 
 
-def test_an_update_that_cannot_be_made_says_why_and_changes_nothing(
+def test_a_refused_update_returns_its_reason_and_changes_nothing(
     model: Model, other_model: Model
 ) -> None:
     engine = make_engine(model)
@@ -235,17 +233,17 @@ def test_a_second_update_is_refused_while_one_waits(model: Model, other_model: M
     assert engine.policy_version == "1"
 
 
-def test_progress_is_told_at_each_token_only_to_those_that_stream(model: Model) -> None:
+def test_only_streaming_requests_report_progress_at_each_token(model: Model) -> None:
     engine = make_engine(model)
     streams, plain = (
         ask(random_prompt(5), "1", new=3, streams=True),
         ask(random_prompt(5), "2", new=3),
     )
-    told = [(p.request.rid, p.num_output_tokens) for p in finish_all(engine, streams, plain)]
-    assert told == [("1", 1), ("1", 2), ("1", 3), ("2", 3)]
+    reported = [(p.request.rid, p.num_output_tokens) for p in finish_all(engine, streams, plain)]
+    assert reported == [("1", 1), ("1", 2), ("1", 3), ("2", 3)]
 
 
-def test_what_finds_the_queue_full_ends_at_once_and_harms_nobody(model: Model) -> None:
+def test_a_request_that_finds_the_queue_full_ends_at_once(model: Model) -> None:
     engine = make_engine(model, max_running=1, max_queued=1)
     first, second, third = (ask(random_prompt(5), rid, new=3) for rid in "123")
     engine.submit(first)
@@ -258,7 +256,7 @@ def test_what_finds_the_queue_full_ends_at_once_and_harms_nobody(model: Model) -
     assert [finish.type for finish in ended.values()] == ["length", "length"]
 
 
-def test_memory_that_is_given_up_is_gone_until_weights_come_again(folder: Path) -> None:
+def test_released_memory_is_gone_until_an_update(folder: Path) -> None:
     prompt = random_prompt(20)
     expected = ask(prompt, "before", new=8, seed=5)
     model = Model(folder, torch.float32)
@@ -282,7 +280,7 @@ def test_memory_that_is_given_up_is_gone_until_weights_come_again(folder: Path) 
     assert output(after) == output(expected)
 
 
-def test_memory_is_not_given_up_while_requests_run(folder: Path) -> None:
+def test_memory_is_not_released_while_requests_run(folder: Path) -> None:
     engine = make_engine(Model(folder, torch.float32))
     engine.submit(ask(random_prompt(10), "1", new=50))
     engine.step()
@@ -301,7 +299,7 @@ async def steps(model: Model) -> AsyncIterator[StepLoop]:
     loop.stop()
 
 
-async def test_a_plain_reader_is_told_once_at_the_end(steps: StepLoop) -> None:
+async def test_a_plain_reader_gets_one_result_at_the_end(steps: StepLoop) -> None:
     reader = steps.submit(ask(random_prompt(5), "1", new=6))
     assert steps.knows("1")
     progress = await reader.next()
@@ -310,7 +308,7 @@ async def test_a_plain_reader_is_told_once_at_the_end(steps: StepLoop) -> None:
     assert not steps.knows("1")
 
 
-async def test_a_streaming_reader_sees_ever_more_up_to_the_end(steps: StepLoop) -> None:
+async def test_a_streaming_reader_gets_growing_results_to_the_end(steps: StepLoop) -> None:
     reader = steps.submit(ask(random_prompt(5), "1", new=6, streams=True))
     counts = []
     while True:
@@ -322,7 +320,7 @@ async def test_a_streaming_reader_sees_ever_more_up_to_the_end(steps: StepLoop) 
     assert counts[-1] == 6
 
 
-async def test_orders_are_obeyed_in_their_order_between_steps(steps: StepLoop) -> None:
+async def test_commands_run_in_order_between_steps(steps: StepLoop) -> None:
     await steps.call(lambda engine: engine.pause(PauseMode.ABORT))
     reader = steps.submit(ask(random_prompt(5), "1", new=6))
     assert await steps.call(lambda engine: len(engine.scheduler.waiting)) == 1
@@ -352,19 +350,19 @@ async def test_many_requests_end_together(steps: StepLoop) -> None:
     assert [progress.request.rid for progress in ended] == [str(s) for s in range(20)]
 
 
-async def test_a_fault_in_a_step_ends_the_thread_and_is_told(model: Model) -> None:
+async def test_an_error_in_a_step_ends_the_thread_and_is_reported(model: Model) -> None:
     engine = make_engine(model)
     steps = StepLoop(engine, asyncio.get_running_loop())
     steps.start()
     broken = ask(random_prompt(5), "1")
-    broken.row = 0  # as if it had been admitted already: our own mistake, found by an assert
+    broken.row = 0  # as if it were already admitted: a bug, which an assert finds
     steps.submit(broken)
     with pytest.raises(AssertionError, match="admitted twice"):
         await steps.failed
     steps.stop()
 
 
-async def test_progress_that_nobody_fetched_is_replaced_by_newer(model: Model) -> None:
+async def test_unfetched_progress_is_replaced_by_newer(model: Model) -> None:
     engine: Engine = make_engine(model)
     request = ask(random_prompt(5), "1", new=4, streams=True)
     engine.submit(request)

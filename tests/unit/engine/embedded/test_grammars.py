@@ -1,4 +1,4 @@
-"""Grammars: what may come next is what the grammar allows, and the end where it allows the end."""
+"""Grammars: the allowed next tokens are exactly those that the grammar permits."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def compiler(letters: Tokenizer) -> GrammarCompiler:
 
 
 def allowed(matcher: GrammarMatcher, letters: Tokenizer) -> set[str]:
-    """The texts of what may come next; the end token as ''."""
+    """Texts of the allowed next tokens; the end token is ''."""
     ids = matcher.allowed_V().nonzero()[0].tolist()
     return {"" if token == EOS else letters.decode([token]) for token in ids}
 
@@ -53,10 +53,12 @@ def test_the_end_is_allowed_exactly_where_the_grammar_may_end(
         seen.append(allowed(matcher, letters))
     assert seen == [{"a", "b"}, {"a", "b"}, {"c", ""}, {""}]
     matcher.take(EOS)
-    assert allowed(matcher, letters) == {""}, "what is complete stays so where ends are ignored"
+    assert allowed(matcher, letters) == {""}, "with ends ignored, a complete output stays complete"
 
 
-def test_each_output_goes_its_own_way(compiler: GrammarCompiler, letters: Tokenizer) -> None:
+def test_matchers_of_one_grammar_are_independent(
+    compiler: GrammarCompiler, letters: Tokenizer
+) -> None:
     grammar = compiler.compile("ebnf", 'root ::= "a" item | "b"\nitem ::= "c" | "d"')
     first, second = grammar.start(), grammar.start()
     take(first, letters, "a")
@@ -86,7 +88,7 @@ def test_a_token_that_the_grammar_cannot_take_ends_the_output_and_not_the_engine
     model: Model, letters: Tokenizer
 ) -> None:
     marked = Tokenizer.from_str(letters.to_str())
-    marked.add_special_tokens(["<end>"])  # whose text the grammar spells
+    marked.add_special_tokens(["<end>"])  # its text is in the grammar
     grammar = GrammarCompiler(marked, VOCAB_SIZE, [0]).compile("ebnf", 'root ::= "<end>" "a"')
     bias = Shaping(bias_tokens=(EOS,), biases=(100.0,))
     request = ask([1, 2], new=9, grammar=grammar, shaping=bias)
@@ -97,7 +99,7 @@ def test_a_token_that_the_grammar_cannot_take_ends_the_output_and_not_the_engine
     assert output(request) == [EOS]
 
 
-def test_a_mark_may_be_spelled_in_a_grammar(model: Model, letters: Tokenizer) -> None:
+def test_a_grammar_may_contain_an_added_token(model: Model, letters: Tokenizer) -> None:
     marked = Tokenizer.from_str(letters.to_str())
     marked.add_tokens(["<end>"])  # added and not special, as <tool_call> is
     grammar = GrammarCompiler(marked, VOCAB_SIZE, [0]).compile("ebnf", 'root ::= "<end>" "a"')
@@ -112,7 +114,7 @@ def test_a_text_that_is_no_grammar_is_refused_each_time(compiler: GrammarCompile
             compiler.compile("regex", "(((")
 
 
-def test_what_was_asked_for_last_is_kept(compiler: GrammarCompiler) -> None:
+def test_recent_grammars_are_cached_and_old_ones_dropped(compiler: GrammarCompiler) -> None:
     def compiled(number: int) -> CompiledGrammar:
         return compiler.compile("regex", f"a{{{number}}}")
 
@@ -120,14 +122,14 @@ def test_what_was_asked_for_last_is_kept(compiler: GrammarCompiler) -> None:
     assert compiled(1) is first
     for number in range(2, 80):
         compiled(number)
-    assert compiled(1) is not first, "grammars do not pile up"
+    assert compiled(1) is not first, "the cache is bounded"
 
 
 def text_of(letters: Tokenizer, request: Request) -> str:
     return letters.decode([token for token in output(request) if token != EOS])
 
 
-def test_a_grammar_is_kept_to_beside_free_rows_and_across_a_retraction(
+def test_a_grammar_binds_its_rows_only_also_across_a_retraction(
     model: Model, letters: Tokenizer
 ) -> None:
     grammar = GrammarCompiler(letters, VOCAB_SIZE, [EOS]).compile("regex", "(a[bc]){3,9}d")
@@ -150,7 +152,7 @@ def test_a_grammar_is_kept_to_beside_free_rows_and_across_a_retraction(
     assert [request.num_retractions for request in bound] == [1] * 6
     alone = ask(random_prompt(9, 3), "alone", new=12, seed=3)
     finish_all(make_engine(model), alone)
-    assert output(free[3]) == output(alone), "a free row draws as if nobody were bound"
+    assert output(free[3]) == output(alone), "grammars of other rows do not change a free row"
 
 
 def test_logprobs_under_a_grammar_are_of_what_it_allows(
@@ -165,9 +167,9 @@ def test_logprobs_under_a_grammar_are_of_what_it_allows(
     logits_TV = Reference(folder).logits([*prompt, first, second])
     expected = (logits_TV[len(prompt) - 1, abc] / 0.5).log_softmax(-1)
     assert request.logprobs[0] == pytest.approx(expected[abc.index(first)].item(), abs=1e-4)
-    assert request.logprobs[1:] == [0.0, 0.0], "there was no choice"
+    assert request.logprobs[1:] == [0.0, 0.0], "only one token was allowed"
     assert end == EOS
-    told = {token: logprob for logprob, token in request.tops[0]}
-    assert [told[token] for token in abc] == pytest.approx(expected.tolist(), abs=1e-4)
+    top_logprobs = {token: logprob for logprob, token in request.tops[0]}
+    assert [top_logprobs[token] for token in abc] == pytest.approx(expected.tolist(), abs=1e-4)
     impossible = torch.finfo(torch.float32).min
-    assert min(told.values()) == impossible
+    assert min(top_logprobs.values()) == impossible

@@ -1,4 +1,4 @@
-"""Who owns which slot: none twice, none lost, and siblings share what they have in common."""
+"""Slots: each has one owner, none is lost, and siblings share their common prefix."""
 
 from collections.abc import Sequence
 
@@ -83,7 +83,7 @@ def test_extra_key_keeps_policies_apart() -> None:
     assert second.num_computed == 0
 
 
-def test_what_is_scored_is_not_reused() -> None:
+def test_a_scored_prompt_reuses_only_the_tokens_before_its_start() -> None:
     memory = make_memory()
     first = make_request([1, 2, 3, 4, 5])
     memory.admit(first)
@@ -97,7 +97,7 @@ def test_what_is_scored_is_not_reused() -> None:
     assert memory.num_available == memory.num_slots
 
 
-def test_a_full_memory_says_so_and_changes_nothing() -> None:
+def test_a_full_memory_refuses_and_changes_nothing() -> None:
     memory = make_memory(num_slots=4)
     first, second = make_request([1, 2, 3]), make_request([4, 5, 6])
     for request in (first, second):
@@ -106,7 +106,7 @@ def test_a_full_memory_says_so_and_changes_nothing() -> None:
     assert not memory.extend(second, 3)
     assert second.num_computed == 0
     memory.release(first)
-    assert memory.extend(second, 3), "what nobody holds is evicted"
+    assert memory.extend(second, 3), "tokens without an owner are evicted"
 
 
 class OwnershipMachine(RuleBasedStateMachine):
@@ -133,7 +133,7 @@ class OwnershipMachine(RuleBasedStateMachine):
         if at < len(self.requests):
             request = self.requests[at]
             if request.num_output_tokens and request.num_pending <= 1:
-                # A token that was sampled: the scheduler looks at the tree for prompts alone.
+                # A sampled token: the scheduler uses the tree for prompts only.
                 self.memory.extend(request, request.num_tokens)
                 return
             self.memory.reuse(request)

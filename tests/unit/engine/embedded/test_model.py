@@ -1,4 +1,4 @@
-"""The forward pass agrees with transformers, for every family and rope that we claim to run."""
+"""The forward pass agrees with transformers, for every supported family and rope."""
 
 from pathlib import Path
 from typing import Any

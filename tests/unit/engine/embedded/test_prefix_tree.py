@@ -1,4 +1,4 @@
-"""The tree of known prefixes: longest match, exact splits, eviction that spares what is held."""
+"""The prefix tree: longest match, exact splits, and eviction of unreferenced nodes."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -34,7 +34,7 @@ def test_longest_known_prefix_is_found() -> None:
     assert match(tree, 2, 1) == []
 
 
-def test_what_was_there_already_stays_the_callers() -> None:
+def test_insert_returns_the_number_of_known_tokens_and_keeps_their_slots() -> None:
     tree = PrefixTree()
     insert(tree, [1, 2, 3], [10, 11, 12])
     num_known, _ = tree.insert(ids(1, 2, 8, 9), slots(30, 31, 32, 33), "")
@@ -65,7 +65,7 @@ def test_eviction_takes_the_least_recently_used_and_spares_what_is_held() -> Non
     assert [part.tolist() for part in tree.evict(99)] == [[10, 11]]
 
 
-def test_a_parent_goes_after_its_children() -> None:
+def test_a_parent_is_evicted_after_its_children() -> None:
     tree = PrefixTree()
     insert(tree, [1, 2, 3], [10, 11, 12])
     insert(tree, [1, 2, 4], [10, 11, 13])

@@ -1,4 +1,4 @@
-"""When a request ends, and what it must compute."""
+"""The end of a request, and the tokens that it must compute."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def test_a_stop_token_wins_over_the_length() -> None:
     assert request.finish(5) == FinishReason("stop", matched=5)
 
 
-def test_the_length_ends_it() -> None:
+def test_the_length_ends_a_request() -> None:
     request = ask([1, 2], new=2)
     request.append(3, -0.5, "0")
     assert request.finish(3) is None
@@ -42,7 +42,7 @@ def test_versions_are_spans_of_output_tokens() -> None:
     assert [(span.policy_version, span.start) for span in request.versions] == [("0", 0), ("1", 2)]
 
 
-def test_retraction_in_the_middle_of_scoring_scores_anew() -> None:
+def test_a_retraction_during_scoring_discards_the_scores() -> None:
     request = ask([1, 2, 3, 4], logprob_start=0)
     request.phase = RequestPhase.RUNNING
     request.prompt_logprobs = [-1.0]
@@ -52,4 +52,4 @@ def test_retraction_in_the_middle_of_scoring_scores_anew() -> None:
     request.prompt_logprobs = [-1.0, -2.0, -3.0]
     request.retract()
     assert request.prompt_logprobs == [-1.0, -2.0, -3.0]
-    assert request.num_reusable == 3, "what is scored may come from memory again"
+    assert request.num_reusable == 3, "a completed score may be reused"

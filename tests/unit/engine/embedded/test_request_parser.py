@@ -29,7 +29,7 @@ def read(reader: SamplingParser, **params: Any) -> Sampling:
     return reader.read(SamplingBody(**params), 8, 0)
 
 
-def test_what_is_not_asked_changes_no_logits(reader: SamplingParser) -> None:
+def test_neutral_parameters_change_no_logits(reader: SamplingParser) -> None:
     sampling = read(reader)
     assert (sampling.shaping, sampling.grammar, sampling.stop) == (None, None, None)
     nothing = {"frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "regex": ""}
@@ -60,7 +60,7 @@ def test_penalties_and_biases_reach_the_logits(reader: SamplingParser) -> None:
     )
 
 
-def test_end_tokens_are_held_back_below_the_least_length_even_where_they_do_not_end(
+def test_end_tokens_are_forbidden_below_the_least_length_even_if_ignored(
     reader: SamplingParser,
 ) -> None:
     sampling = read(reader, min_new_tokens=2, ignore_eos=True)
@@ -77,7 +77,7 @@ def test_a_grammar_is_compiled_once(reader: SamplingParser) -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "says"),
+    ("params", "error_text"),
     [
         ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1."),
         ({"min_new_tokens": -1}, "min_new_tokens must be in [0, max_new_tokens(128)], got -1."),
@@ -103,17 +103,17 @@ def test_a_grammar_is_compiled_once(reader: SamplingParser) -> None:
         ({"custom_params": {"a": 1}}, "custom_params is not run by the embedded engine"),
     ],
 )
-def test_what_means_nothing_is_refused_in_one_line(
-    reader: SamplingParser, params: dict[str, Any], says: str
+def test_invalid_sampling_parameters_are_refused_in_one_line(
+    reader: SamplingParser, params: dict[str, Any], error_text: str
 ) -> None:
     with pytest.raises(EngineRefused) as refused:
         read(reader, **params)
-    assert says in str(refused.value)
+    assert error_text in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("params", [{"stop": "x"}, {"stop_regex": "x"}, {"regex": "x"}])
-def test_what_needs_a_tokenizer_is_refused_without_one(
+def test_parameters_that_need_a_tokenizer_are_refused_without_one(
     model: Model, params: dict[str, Any]
 ) -> None:
     with pytest.raises(EngineRefused, match="need a tokenizer, and the model folder has none"):
@@ -124,21 +124,21 @@ PROMPT = [1, 2, 3]
 
 
 @pytest.fixture
-def decoder(model: Model) -> RequestParser:
-    return new_decoder(model)
+def parser(model: Model) -> RequestParser:
+    return new_parser(model)
 
 
-def new_decoder(model: Model, seed: int = 0, tokenizer: Tokenizer | None = None) -> RequestParser:
+def new_parser(model: Model, seed: int = 0, tokenizer: Tokenizer | None = None) -> RequestParser:
     params = SamplingParser(model.architecture, tokenizer, seed)
     return RequestParser(model.architecture, 1024, params)
 
 
-def decode(decoder: RequestParser, **body: Any) -> ParsedBody:
-    return decoder.decode(decoder.read(json.dumps(body).encode()))
+def decode(parser: RequestParser, **body: Any) -> ParsedBody:
+    return parser.decode(parser.read(json.dumps(body).encode()))
 
 
-def test_a_bare_prompt_gets_sglangs_defaults(decoder: RequestParser) -> None:
-    requests = decode(decoder, input_ids=PROMPT)
+def test_a_bare_prompt_gets_sglangs_defaults(parser: RequestParser) -> None:
+    requests = decode(parser, input_ids=PROMPT)
     (ask,) = requests.requests
     sampling = ask.request.sampling
     assert not requests.is_list
@@ -150,7 +150,7 @@ def test_a_bare_prompt_gets_sglangs_defaults(decoder: RequestParser) -> None:
     assert ask.request.logprob_start is None
 
 
-def test_fields_reach_the_request(decoder: RequestParser) -> None:
+def test_fields_reach_the_request(parser: RequestParser) -> None:
     params = {
         "max_new_tokens": 5,
         "temperature": 0.5,
@@ -160,7 +160,7 @@ def test_fields_reach_the_request(decoder: RequestParser) -> None:
         "sampling_seed": -3,
     }
     requests = decode(
-        decoder,
+        parser,
         input_ids=PROMPT,
         sampling_params=params,
         rid="mine",
@@ -179,15 +179,15 @@ def test_fields_reach_the_request(decoder: RequestParser) -> None:
     assert request.streams
 
 
-def test_ignore_eos_ignores_all_stop_tokens_as_sglang_does(decoder: RequestParser) -> None:
+def test_ignore_eos_ignores_all_stop_tokens_as_sglang_does(parser: RequestParser) -> None:
     params = {"ignore_eos": True, "stop_token_ids": [9]}
-    request = decode(decoder, input_ids=PROMPT, sampling_params=params).requests[0].request
+    request = decode(parser, input_ids=PROMPT, sampling_params=params).requests[0].request
     assert request.sampling.stop_token_ids == frozenset()
 
 
-def test_a_prompt_is_scored_only_with_logprobs_and_a_start(decoder: RequestParser) -> None:
+def test_a_prompt_is_scored_only_with_logprobs_and_a_start(parser: RequestParser) -> None:
     def start(**body: Any) -> int | None:
-        return decode(decoder, input_ids=PROMPT, **body).requests[0].request.logprob_start
+        return decode(parser, input_ids=PROMPT, **body).requests[0].request.logprob_start
 
     assert start(logprob_start_len=0) is None
     assert start(return_logprob=True) is None
@@ -195,9 +195,9 @@ def test_a_prompt_is_scored_only_with_logprobs_and_a_start(decoder: RequestParse
     assert start(return_logprob=True, logprob_start_len=2) == 2
 
 
-def test_a_list_of_prompts_takes_values_for_each_or_for_all(decoder: RequestParser) -> None:
+def test_a_list_of_prompts_takes_values_for_each_or_for_all(parser: RequestParser) -> None:
     requests = decode(
-        decoder,
+        parser,
         input_ids=[[1], [2, 3]],
         sampling_params=[{"max_new_tokens": 1}, {"max_new_tokens": 2}],
         rid="r",
@@ -209,57 +209,57 @@ def test_a_list_of_prompts_takes_values_for_each_or_for_all(decoder: RequestPars
     assert [ask.request.sampling.max_new_tokens for ask in requests.requests] == [1, 2]
     assert [ask.request.extra_key for ask in requests.requests] == ["v", "v"]
     assert [ask.wants_logprobs for ask in requests.requests] == [True, False]
-    named = decode(decoder, input_ids=[[1]], rid=["x"])
+    named = decode(parser, input_ids=[[1]], rid=["x"])
     assert named.is_list
     assert named.requests[0].request.rid == "x"
 
 
-def test_text_is_encoded_where_there_is_a_tokenizer(decoder: RequestParser) -> None:
+def test_text_is_encoded_where_there_is_a_tokenizer(parser: RequestParser) -> None:
     def encode(text: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
 
-    requests = decoder.decode(decoder.read(b'{"text": ["ab", "c"]}'), encode)
+    requests = parser.decode(parser.read(b'{"text": ["ab", "c"]}'), encode)
     assert [ask.request.tokens[: ask.request.num_tokens].tolist() for ask in requests.requests] == [
         [0, 1],
         [2],
     ]
     with pytest.raises(EngineRefused, match="input_ids should be provided"):
-        decode(decoder, text="ab")
+        decode(parser, text="ab")
 
 
-def test_n_outputs_follow_each_prompt_and_answer_a_list(decoder: RequestParser) -> None:
+def test_n_outputs_follow_each_prompt_and_answer_a_list(parser: RequestParser) -> None:
     params = {"n": 2, "sampling_seed": 5, "max_new_tokens": 1}
-    alone = decode(decoder, input_ids=PROMPT, sampling_params=params, rid="mine")
+    alone = decode(parser, input_ids=PROMPT, sampling_params=params, rid="mine")
     assert alone.is_list
     assert [ask.request.sampling.seed for ask in alone.requests] == [5, 6]
     rids = {ask.request.rid for ask in alone.requests}
     assert len(rids) == 2
     assert "mine" not in rids
-    several = decode(decoder, input_ids=[[1], [2, 3]], sampling_params=params, rid=["a", "b"])
+    several = decode(parser, input_ids=[[1], [2, 3]], sampling_params=params, rid=["a", "b"])
     assert [ask.request.num_prompt_tokens for ask in several.requests] == [1, 1, 2, 2]
     for nothing in (0, None):
-        once = decode(decoder, input_ids=PROMPT, sampling_params={"n": nothing}, rid="mine")
+        once = decode(parser, input_ids=PROMPT, sampling_params={"n": nothing}, rid="mine")
         assert not once.is_list
         assert once.requests[0].request.rid == "mine"
 
 
-def test_likeliest_tokens_are_told_beside_logprobs_alone(decoder: RequestParser) -> None:
+def test_likeliest_tokens_are_reported_only_with_logprobs(parser: RequestParser) -> None:
     def num_top(**body: Any) -> list[int]:
-        requests = decode(decoder, input_ids=[[1], [2]], top_logprobs_num=[3, 0], **body).requests
+        requests = decode(parser, input_ids=[[1], [2]], top_logprobs_num=[3, 0], **body).requests
         return [ask.request.num_top for ask in requests]
 
     assert num_top(return_logprob=True) == [3, 0]
     assert num_top() == [0, 0]
-    for wrong in (-1, VOCAB_SIZE + 1):  # the latter ends a real SGLang
+    for wrong in (-1, VOCAB_SIZE + 1):  # the latter crashes a real SGLang
         with pytest.raises(EngineRefused, match="top_logprobs_num must be in"):
-            decode(decoder, input_ids=PROMPT, return_logprob=True, top_logprobs_num=wrong)
+            decode(parser, input_ids=PROMPT, return_logprob=True, top_logprobs_num=wrong)
 
 
 def test_unseeded_requests_differ_and_a_seeded_server_repeats_itself(model: Model) -> None:
     def seeds() -> list[int]:
-        decoder = new_decoder(model, seed=5)
+        parser = new_parser(model, seed=5)
         requests = decode(
-            decoder, input_ids=[[1]] * 4, sampling_params={"max_new_tokens": 1}
+            parser, input_ids=[[1]] * 4, sampling_params={"max_new_tokens": 1}
         ).requests
         return [ask.request.sampling.seed for ask in requests]
 
@@ -268,7 +268,7 @@ def test_unseeded_requests_differ_and_a_seeded_server_repeats_itself(model: Mode
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "error_text"),
     [
         ({}, "input_ids should be provided"),
         ({"input_ids": []}, "input_ids cannot be empty"),
@@ -285,16 +285,16 @@ def test_unseeded_requests_differ_and_a_seeded_server_repeats_itself(model: Mode
     ],
 )
 def test_wrong_bodies_are_refused_in_one_line(
-    decoder: RequestParser, body: dict[str, Any], says: str
+    parser: RequestParser, body: dict[str, Any], error_text: str
 ) -> None:
     with pytest.raises(EngineRefused) as refused:
-        decode(decoder, **body)
-    assert says in str(refused.value)
+        decode(parser, **body)
+    assert error_text in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("params", "says"),
+    ("params", "error_text"),
     [
         ({"max_new_tokens": 254}, "exceeds the model's maximum context length of 256"),
         ({"temperature": "x"}, "Expected `float | null`, got `str`"),
@@ -304,15 +304,15 @@ def test_wrong_bodies_are_refused_in_one_line(
         ({"sampling_seed": 2**63}, "sampling_seed"),
     ],
 )
-def test_wrong_sampling_is_refused_in_one_line(
-    decoder: RequestParser, params: dict[str, Any], says: str
+def test_invalid_sampling_fields_of_a_body_are_refused_in_one_line(
+    parser: RequestParser, params: dict[str, Any], error_text: str
 ) -> None:
     with pytest.raises(EngineRefused) as refused:
-        decode(decoder, input_ids=PROMPT, sampling_params=params)
-    assert says in str(refused.value)
+        decode(parser, input_ids=PROMPT, sampling_params=params)
+    assert error_text in str(refused.value)
 
 
-def test_fields_that_ask_for_nothing_pass(decoder: RequestParser) -> None:
+def test_empty_and_unknown_fields_are_accepted(parser: RequestParser) -> None:
     params: dict[str, Any] = {
         "stop": [],
         "regex": None,
@@ -320,11 +320,11 @@ def test_fields_that_ask_for_nothing_pass(decoder: RequestParser) -> None:
         "n": 1,
         "repetition_penalty": 1,
     }
-    requests = decode(decoder, input_ids=PROMPT, sampling_params=params, top_logprobs_num=0, zzz=1)
+    requests = decode(parser, input_ids=PROMPT, sampling_params=params, top_logprobs_num=0, zzz=1)
     np.testing.assert_array_equal(requests.requests[0].request.tokens[:3], PROMPT)
 
 
-def test_without_a_limit_a_request_may_fill_the_context(decoder: RequestParser) -> None:
+def test_without_a_limit_a_request_may_fill_the_context(parser: RequestParser) -> None:
     params = {"max_new_tokens": None}
-    request = decode(decoder, input_ids=PROMPT, sampling_params=params).requests[0].request
+    request = decode(parser, input_ids=PROMPT, sampling_params=params).requests[0].request
     assert request.sampling.max_new_tokens == 253

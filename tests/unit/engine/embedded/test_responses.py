@@ -1,4 +1,4 @@
-"""Answers have SGLang's shape, whole or in pieces, and say who sampled what."""
+"""Answers have SGLang's shape, whole or in pieces, with the policy version of each token."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -29,7 +29,7 @@ def pieces(request: Request, counts: list[int], *, is_incremental: bool) -> list
     ]
 
 
-def test_a_whole_answer_tells_ids_logprobs_and_versions() -> None:
+def test_a_whole_answer_has_ids_logprobs_and_versions() -> None:
     request = sampled([2, 3, 0], ["0", "0", "1"])
     request.num_cached = 1
     (answer,) = pieces(request, [3], is_incremental=False)
@@ -62,7 +62,7 @@ def test_pieces_are_cumulative_or_disjoint() -> None:
     assert "".join(piece["text"] for piece in disjoint) == whole[1]["text"]
 
 
-def test_a_piece_is_blind_to_what_was_sampled_after_it() -> None:
+def test_a_piece_holds_nothing_that_was_sampled_after_it() -> None:
     request = sampled([2, 3, 0], ["0", "0", "1"])
     (answer, _) = pieces(request, [2, 3], is_incremental=True)
     assert answer["output_ids"] == [2, 3]
@@ -103,7 +103,7 @@ def test_a_pattern_that_stopped_is_not_cut_from_the_text() -> None:
     assert last["meta_info"]["finish_reason"]["matched"] == "c+d"
 
 
-def test_the_likeliest_tokens_are_told_in_step_with_the_ids() -> None:
+def test_the_likeliest_tokens_are_reported_with_their_ids() -> None:
     request = ask([1, 2], new=2, num_top=1, logprob_start=0)
     request.prompt_logprobs, request.prompt_tops = [-3.0], [[(-0.1, 9)]]
     for token in (2, 3):
@@ -113,8 +113,8 @@ def test_the_likeliest_tokens_are_told_in_step_with_the_ids() -> None:
     )
     finish = FinishReason("length", length=2)
     events = [answering.answer(Progress(request, n, "0", f)) for n, f in ((1, None), (2, finish))]
-    told = [event["meta_info"]["output_top_logprobs"] for event in events]
-    assert told == [[[(-0.25, 2, None)]], [[(-0.25, 3, None)]]]
+    tops = [event["meta_info"]["output_top_logprobs"] for event in events]
+    assert tops == [[[(-0.25, 2, None)]], [[(-0.25, 3, None)]]]
     assert events[1]["meta_info"]["input_top_logprobs"] == [None, [(-0.1, 9, None)]]
 
 

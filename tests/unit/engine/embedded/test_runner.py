@@ -1,7 +1,4 @@
-"""Token-exact: what the engine records is what transformers computes for the same tokens.
-
-The foundation of everything that trains on these log-probs, whatever the step's mixture was.
-"""
+"""Recorded log-probs equal those of transformers, however requests share a step."""
 
 from pathlib import Path
 
@@ -89,7 +86,7 @@ def test_only_what_is_new_is_computed(model: Model) -> None:
     prompt = random_prompt(40)
     turn = ask(prompt, "1", new=5)
     finish_all(engine, turn)
-    # 40 of the prompt, and 4 of the 5 sampled: the last was never fed back.
+    # 40 of the prompt, and 4 of the 5 sampled: the last is never fed back.
     assert engine.runner.num_computed_tokens == 44
     answered = turn.tokens[: turn.num_tokens].tolist()
     finish_all(engine, ask(answered + random_prompt(10, seed=1), "2", new=1))
@@ -116,7 +113,7 @@ def test_scored_prompt_is_computed_in_full_from_where_it_is_scored(model: Model)
     assert len(scored.prompt_logprobs) == 19
 
 
-def test_padding_finds_each_token_again() -> None:
+def test_unpadding_inverts_padding() -> None:
     pad_BT, unpad_n = padding(np.array([2, 3, 1]), 3)
     packed = torch.arange(10, 16)
     padded = packed[pad_BT]
@@ -133,5 +130,5 @@ def test_the_likeliest_tokens_are_those_of_transformers(model: Model, folder: Pa
     values, ids = Reference(folder).logits(tokens).log_softmax(-1).topk(3)
     tops = request.prompt_tops + request.tops
     assert [[token for _, token in top] for top in tops] == ids[4:-1].tolist()
-    told = torch.tensor([[logprob for logprob, _ in top] for top in tops])
-    assert torch.allclose(told, values[4:-1], atol=1e-4)
+    recorded = torch.tensor([[logprob for logprob, _ in top] for top in tops])
+    assert torch.allclose(recorded, values[4:-1], atol=1e-4)

@@ -1,4 +1,4 @@
-"""Draws: right distribution, support and log-probs, and nothing but the seed decides."""
+"""Draws have the right distribution, support and log-probs, and depend on the seed only."""
 
 import math
 from typing import Any
@@ -23,7 +23,7 @@ def shares(tokens: list[int]) -> torch.Tensor:
     return torch.bincount(torch.tensor(tokens), minlength=len(LOGITS)) / len(tokens)
 
 
-def test_tokens_come_as_often_as_their_probability_says() -> None:
+def test_tokens_are_drawn_as_often_as_their_probability() -> None:
     num = 40_000
     tokens, _ = draw_many(num)
     deviation = (PROBS * (1 - PROBS) / num).sqrt()
@@ -43,7 +43,7 @@ def test_greedy_takes_the_likeliest_and_reports_temperature_one() -> None:
     assert logprobs == pytest.approx([math.log(PROBS[0])] * 3, abs=1e-6)
 
 
-def test_greedy_rows_and_drawing_rows_stand_in_one_batch() -> None:
+def test_greedy_and_sampling_rows_share_a_batch() -> None:
     samplings = [Sampling(temperature=0.0), Sampling(seed=3), Sampling(temperature=0.0)]
     tokens, _ = draw(LOGITS.expand(3, -1), samplings, [1, 1, 1])
     alone, _ = draw(LOGITS.expand(1, -1), [Sampling(seed=3)], [1])
@@ -60,7 +60,7 @@ def test_top_k_leaves_the_k_likeliest_in_their_proportions() -> None:
 @pytest.mark.parametrize(("top_p", "kept"), [(0.5, 1), (0.6, 2), (0.7, 2), (0.8, 3), (0.999, 5)])
 def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: int) -> None:
     before = torch.cat((torch.zeros(1), PROBS.cumsum(0)[:-1]))
-    assert int((before <= top_p).sum()) == kept, "the case is what its name says"
+    assert int((before <= top_p).sum()) == kept, "this case keeps that many tokens"
     tokens, _ = draw_many(3000, top_p=top_p)
     assert set(tokens) == set(range(kept))
 
@@ -72,7 +72,7 @@ def test_top_k_and_top_p_are_both_cut_from_the_full_distribution() -> None:
     assert torch.equal(kept[:2], PROBS[:2])
 
 
-def test_a_row_draws_the_same_whatever_stands_beside_it() -> None:
+def test_a_row_draws_the_same_in_every_batch() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(50, 64, generator=generator)
     samplings = [Sampling(seed=s, top_k=-1 if s % 2 else 9, temperature=0.7) for s in range(50)]
@@ -82,7 +82,7 @@ def test_a_row_draws_the_same_whatever_stands_beside_it() -> None:
     assert together == alone
 
 
-def test_numbers_are_even_and_follow_seed_and_position() -> None:
+def test_uniforms_are_even_and_depend_on_seed_and_position() -> None:
     seeds = np.arange(20_000, dtype=np.uint64)
     drawn = uniforms(seeds, np.full(20_000, 7, dtype=np.uint64))
     assert drawn.min() >= 0
@@ -101,7 +101,7 @@ def test_mixing_is_splitmix64() -> None:
     assert int(mix(golden)[0]) == 0xE220A8397B1DCDAF
 
 
-def test_a_negative_seed_is_a_seed() -> None:
+def test_a_negative_seed_is_valid() -> None:
     tokens, _ = draw(LOGITS.expand(1, -1), [Sampling(seed=-(2**63))], [0])
     assert 0 <= tokens[0] < len(LOGITS)
 
@@ -123,7 +123,7 @@ def test_the_likeliest_come_in_order_with_the_logprobs_that_draws_report() -> No
     assert one == three[:1]
 
 
-def test_what_is_impossible_is_told_as_the_least_float() -> None:
+def test_an_impossible_token_is_reported_with_the_lowest_float() -> None:
     logits = torch.tensor([[0.0, -torch.inf, -torch.inf]])
     ((_, impossible, _),) = likeliest(logits.log_softmax(-1), [3])
     assert impossible[0] == torch.finfo(torch.float32).min

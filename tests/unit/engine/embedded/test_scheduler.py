@@ -1,4 +1,4 @@
-"""What a step computes: decoding never stalls, the first come first, and memory never wedges."""
+"""Steps: decoding never stalls, requests run in order, and memory never deadlocks."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_requests_past_the_rows_wait_their_turn(model: Model) -> None:
     assert ended == ["0", "1", "2", "3", "4"]
 
 
-def test_when_memory_runs_out_the_youngest_goes_back_and_ends_the_same(model: Model) -> None:
+def test_when_memory_runs_out_the_youngest_is_retracted_and_ends_the_same(model: Model) -> None:
     def run(num_slots: int) -> tuple[list[list[int]], int]:
         engine = make_engine(model, num_slots=num_slots)
         requests = [ask(random_prompt(20, s), str(s), new=30, seed=s) for s in range(4)]
@@ -72,10 +72,10 @@ def test_when_memory_runs_out_the_youngest_goes_back_and_ends_the_same(model: Mo
     assert tight == roomy, "a draw depends on seed and position alone"
 
 
-def test_prompts_that_fill_memory_before_any_decodes_do_not_wedge(model: Model) -> None:
+def test_prompts_that_fill_memory_before_any_decodes_do_not_deadlock(model: Model) -> None:
     engine = make_engine(model, num_slots=80, max_step_tokens=10)
     requests = [ask(random_prompt(60, seed), str(seed), new=5) for seed in range(3)]
-    # All are admitted while memory is empty; together they want more than there is.
+    # All are admitted while memory is empty; together they need more than there is.
     ended = [update.request.rid for update in finish_all(engine, *requests)]
     assert ended == ["0", "1", "2"]
 

@@ -1,4 +1,4 @@
-"""Logits are changed as the formulas say, in SGLang's order, and only for what was put out."""
+"""Logits are changed by SGLang's formulas, in its order, and for output tokens only."""
 
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,17 @@ def test_frequency_counts_and_presence_does_not() -> None:
     assert shaped([], frequency_penalty=0.5, presence_penalty=0.5) == LOGITS
 
 
-def test_repetition_makes_what_was_seen_less_likely_on_either_side_of_zero() -> None:
+def test_the_repetition_penalty_lowers_logits_of_either_sign() -> None:
     assert shaped([0, 1, 1], repetition_penalty=2.0) == [1.0, -4.0, 1.0, 0.5]
 
 
-def test_what_is_taken_off_comes_before_what_scales_and_biases_come_last() -> None:
+def test_penalties_are_subtracted_then_scaled_and_biases_come_last() -> None:
     asked: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 2.0}
     assert shaped([0], **asked, bias_tokens=(0, 3), biases=(3.0, -1.0)) == [3.5, -2.0, 1.0, -0.5]
 
 
 @pytest.mark.parametrize(("output", "held"), [([], True), ([3], True), ([3, 3], False)])
-def test_ends_are_impossible_below_the_least_length(output: list[int], held: bool) -> None:
+def test_end_tokens_are_impossible_below_the_least_length(output: list[int], held: bool) -> None:
     least, _, _, _ = shaped(output, min_new_tokens=2, end_tokens=(0,))
     assert (least == -torch.inf) is held
 
@@ -53,7 +53,7 @@ def test_a_bias_does_not_break_a_grammar(letters: Tokenizer) -> None:
     assert (logits_V > -torch.inf).sum() == 1
 
 
-def test_penalties_look_at_the_output_alone(model: Model, folder: Path) -> None:
+def test_penalties_depend_on_the_output_only(model: Model, folder: Path) -> None:
     prompt = random_prompt(9)
     shaping = Shaping(frequency_penalty=2.0, presence_penalty=1.0)
     request = ask(prompt, new=12, temperature=0.0, shaping=shaping)

@@ -1,7 +1,6 @@
-"""What is made ahead: taken once by who says the same, and nobody's once other weights came.
+"""Staged weights are used once, by the update that names them, or dropped.
 
-The order of things is the test's own: the first thing that an engine does beside its steps is kept
-back when it is done, until the test lets it go.
+The executor delays the end of its first job until the test releases it.
 """
 
 import asyncio
@@ -31,8 +30,8 @@ Client = TestClient[web.Request, web.Application]
 WAIT_S = 30.0
 
 
-class KeepsBackTheFirst(ThreadPoolExecutor):
-    """Its first job ends only when it may; that others are begun meanwhile is told."""
+class FirstJobWaits(ThreadPoolExecutor):
+    """Its first job ends only after `may_end`; `another_began` reports a second one."""
 
     def __init__(self) -> None:
         super().__init__(max_workers=2)
@@ -42,14 +41,14 @@ class KeepsBackTheFirst(ThreadPoolExecutor):
         self._has_first = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """As an Executor has it."""
+        """Executor.submit."""
         if self._has_first:
             self.another_began.set()
             return super().submit(fn, *args, **kwargs)
         self._has_first = True
-        return super().submit(self._kept_back, fn, *args)
+        return super().submit(self._run_and_wait, fn, *args)
 
-    def _kept_back(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def _run_and_wait(self, fn: Callable[..., Any], *args: Any) -> Any:
         result = fn(*args)
         self._loop.call_soon_threadsafe(self.first_is_done.set)
         self.may_end.wait(WAIT_S)
@@ -57,8 +56,8 @@ class KeepsBackTheFirst(ThreadPoolExecutor):
 
 
 @pytest.fixture
-async def executor() -> AsyncIterator[KeepsBackTheFirst]:
-    found = KeepsBackTheFirst()
+async def executor() -> AsyncIterator[FirstJobWaits]:
+    found = FirstJobWaits()
     asyncio.get_running_loop().set_default_executor(found)
     yield found
     found.may_end.set()
@@ -80,14 +79,14 @@ async def client(model: Model, folder: Path) -> AsyncIterator[Client]:
 
 
 @pytest.fixture
-def laid(other_folder: Path, tmp_path: Path) -> Iterator[SharedSegment]:
-    """All of a model, in memory that a test may take away."""
+def segment(other_folder: Path, tmp_path: Path) -> Iterator[SharedSegment]:
+    """A model's weights, in shared memory that a test may remove."""
     weights = load_file(other_folder / "model.safetensors")
     buffer = WeightBuffer()
     part = buffer.store(weights, set(weights), tmp_path)
-    laid = shutil.copy(part.path, f"{part.path}-copy")
-    yield msgspec.structs.replace(part, path=laid)
-    Path(laid).unlink(missing_ok=True)
+    copy = shutil.copy(part.path, f"{part.path}-copy")
+    yield msgspec.structs.replace(part, path=copy)
+    Path(copy).unlink(missing_ok=True)
     buffer.close()
 
 
@@ -99,24 +98,24 @@ def post(client: Client, path: str, body: dict[str, Any]) -> asyncio.Task[Client
 
 
 def body_of(part: SharedSegment) -> dict[str, Any]:
-    says = {"serialized_named_tensors": encode_parts([part]), "weight_version": "9"}
-    return says | {"load_format": LOAD_FORMAT}
+    body = {"serialized_named_tensors": encode_parts([part]), "weight_version": "9"}
+    return body | {"load_format": LOAD_FORMAT}
 
 
-def take_away(part: SharedSegment) -> None:
+def remove(part: SharedSegment) -> None:
     Path(part.path).unlink()
 
 
-async def test_update_waits_for_what_is_staged_as_it_says_and_reads_nothing_twice(
-    executor: KeepsBackTheFirst, client: Client, laid: SharedSegment
+async def test_an_update_waits_for_its_staged_weights_and_reads_nothing_twice(
+    executor: FirstJobWaits, client: Client, segment: SharedSegment
 ) -> None:
-    staging = post(client, "/stage_weights", body_of(laid))
+    staging = post(client, "/stage_weights", body_of(segment))
     await executor.first_is_done.wait()
-    take_away(laid)
+    remove(segment)
     assert (await client.post("/begin_weight_update")).status == 200
-    update = post(client, "/update_weights_from_tensor", body_of(laid))
+    update = post(client, "/update_weights_from_tensor", body_of(segment))
     await executor.another_began.wait()
-    assert not update.done(), "the publisher may lay the next version once it is answered"
+    assert not update.done(), "the publisher may overwrite the segment after the answer"
     executor.may_end.set()
     answer = await update
     assert (answer.status, (await answer.json())["success"]) == (200, True)
@@ -124,23 +123,23 @@ async def test_update_waits_for_what_is_staged_as_it_says_and_reads_nothing_twic
     await staging
 
 
-async def test_what_was_staged_too_late_for_its_swap_does_not_stay(
-    executor: KeepsBackTheFirst, client: Client, laid: SharedSegment, folder: Path
+async def test_weights_staged_after_another_update_are_dropped(
+    executor: FirstJobWaits, client: Client, segment: SharedSegment, folder: Path
 ) -> None:
-    staging = post(client, "/stage_weights", body_of(laid))
+    staging = post(client, "/stage_weights", body_of(segment))
     await executor.first_is_done.wait()
     from_disk = {"model_path": str(folder), "weight_version": "9"}
     assert (await client.post("/update_weights_from_disk", json=from_disk)).status == 200
     executor.may_end.set()
     late = await staging
     assert (late.status, (await late.json())["message"]) == (400, DROPPED)
-    take_away(laid)
+    remove(segment)
     assert (await client.post("/begin_weight_update")).status == 200
-    assert (await client.post("/update_weights_from_tensor", json=body_of(laid))).status == 400
+    assert (await client.post("/update_weights_from_tensor", json=body_of(segment))).status == 400
 
 
-async def test_of_two_that_are_staged_the_newer_stays_though_the_older_ends_last(
-    executor: KeepsBackTheFirst, model: Model, other_model: Model
+async def test_the_newer_of_two_stagings_stays_though_the_older_ends_last(
+    executor: FirstJobWaits, model: Model, other_model: Model
 ) -> None:
     staging = Staging()
     older = asyncio.create_task(staging.stage((["a"], "1"), lambda: model))
@@ -155,7 +154,7 @@ async def test_of_two_that_are_staged_the_newer_stays_though_the_older_ends_last
     assert staging.take((["b"], "2")) is None
 
 
-async def test_what_is_no_model_stages_nothing() -> None:
+async def test_a_failed_staging_stages_nothing() -> None:
     staging = Staging()
 
     def fail() -> Model:

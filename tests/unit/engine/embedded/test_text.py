@@ -33,7 +33,7 @@ def test_half_a_character_waits_for_its_rest(tokenizer: Tokenizer) -> None:
     assert tail.text == text
 
 
-def test_the_last_piece_holds_nothing_back(tokenizer: Tokenizer) -> None:
+def test_the_last_piece_holds_back_no_bytes(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("\N{EURO SIGN}").ids[:2]
     tail = IncrementalDecoder(tokenizer, skip_special=True)
     assert tail.feed(ids, is_last=True) == "\N{REPLACEMENT CHARACTER}"
@@ -54,7 +54,7 @@ def test_a_folder_without_tokenizer_has_no_text(tmp_path: Path, tokenizer: Token
 def matched_at(
     tokenizer: Tokenizer, text: str, *strings: str, pattern: str | None = None
 ) -> tuple[int, str] | None:
-    """How many tokens of `text` were fed before something matched, and what."""
+    """Feed `text`; return the number of tokens up to a match, and the match."""
     patterns = () if pattern is None else (re.compile(pattern),)
     watch = StopRule(tokenizer, strings, patterns).start()
     for at, token in enumerate(tokenizer.encode(text).ids, 1):
@@ -70,12 +70,14 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(letters: Tokeni
     assert matched_at(letters, "a", "a") == (1, "a")
 
 
-def test_a_pattern_is_told_by_its_own_text(letters: Tokenizer) -> None:
+def test_a_pattern_match_is_reported_by_the_pattern(letters: Tokenizer) -> None:
     assert matched_at(letters, "abccd", pattern="c+d") == (5, "c+d")
     assert matched_at(letters, "abcc", pattern="d") is None
 
 
-def test_it_is_undecided_while_the_text_may_become_a_stop_string(letters: Tokenizer) -> None:
+def test_a_stop_rule_is_undecided_while_the_text_may_become_a_stop_string(
+    letters: Tokenizer,
+) -> None:
     watch = StopRule(letters, ("bcd",)).start()
     undecided = []
     for token in letters.encode("abcbca").ids:
@@ -84,7 +86,9 @@ def test_it_is_undecided_while_the_text_may_become_a_stop_string(letters: Tokeni
     assert undecided == [False, True, True, True, True, False]
 
 
-def test_a_stop_string_ends_it_and_is_not_told_before(model: Model, letters: Tokenizer) -> None:
+def test_a_stop_string_ends_a_request_and_is_not_reported_before(
+    model: Model, letters: Tokenizer
+) -> None:
     prompt = random_prompt(9)
     free = ask(prompt, new=12, seed=2)
     finish_all(make_engine(model), free)
@@ -95,4 +99,4 @@ def test_a_stop_string_ends_it_and_is_not_told_before(model: Model, letters: Tok
     assert output(request) == output(free)[:7]
     assert progress[-1].finish == FinishReason("stop", matched=stop)
     counts = [each.num_output_tokens for each in progress]
-    assert counts == [1, 2, 3, 4, 7], "while it may become the stop string it is not told"
+    assert counts == [1, 2, 3, 4, 7], "an undecided text is not reported"

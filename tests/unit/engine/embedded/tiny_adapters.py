@@ -1,7 +1,6 @@
-"""Writes random adapters in PEFT's layout for the tiny models, and the models they amount to.
+"""Write random PEFT adapters for the tiny models, and the models with the adapters merged.
 
-Invariant: the same arguments give the same files. Driven by the tests of the embedded engine, and
-of the contract.
+The same arguments give the same files.
 """
 
 import json
@@ -22,7 +21,7 @@ PREFIX = "base_model.model."
 def write_adapter(
     folder: Path, base: Path, seed: int = 0, targets: Sequence[str] = TARGETS, size: float = 0.3
 ) -> Path:
-    """An adapter over the linear layers of the model in `base`; returns the folder."""
+    """Write an adapter over the linear layers of the model in `base`; return its folder."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(base / "model.safetensors").items():
@@ -40,7 +39,7 @@ def write_adapter(
 
 
 def write_adapter_config(folder: Path, targets: Sequence[str] = TARGETS, **changes: Any) -> None:
-    """adapter_config.json."""
+    """Write adapter_config.json."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -56,7 +55,7 @@ def write_adapter_config(folder: Path, targets: Sequence[str] = TARGETS, **chang
 
 
 def write_merged(folder: Path, base: Path, adapter: Path, family: str, seed: int) -> Path:
-    """The model of `base` (written with `seed`) whose weights are W + SCALE * B A; returns it."""
+    """Write the model of `base` with weights W + SCALE * B A; return its folder."""
     write_model(folder, family, seed=seed)
     weights = load_file(base / "model.safetensors")
     tensors = load_file(adapter / "adapter_model.safetensors")

@@ -1,8 +1,8 @@
-"""Writes tiny random models in Hugging Face layout, for the tests of the embedded engine.
+"""Write tiny random models in Hugging Face layout.
 
-Invariant: the same arguments give the same files; weights are large enough that logits are not flat
-and a wrong position or mask shows. No transformers here: it takes seconds to import, and the tests
-that compare with it load what this wrote.
+- The same arguments give the same files.
+- Weights are large enough for a wrong position or mask to change the logits visibly.
+- The module does not import transformers, which takes seconds.
 """
 
 import json
