@@ -1,4 +1,4 @@
-"""The reader follows a growing run folder and reports exactly what a page must change."""
+"""The reader follows a growing run folder and reports exactly the changes for a page."""
 
 import shutil
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_a_poll_reports_only_what_is_new(run: FakeRun) -> None:
     assert [summary.step for summary in events[2].data] == [2]
 
 
-def test_added_events_and_the_state_agree(run: FakeRun) -> None:
+def test_applying_the_events_gives_the_state(run: FakeRun) -> None:
     reader = RunReader(run.folder)
     [first] = reader.poll(START_S)
     copy = first.data
@@ -73,7 +73,7 @@ def test_thinned_plots_are_reported_as_a_fresh_state(run: FakeRun) -> None:
     assert names(reader.poll(run.now_s)) == []
 
 
-def test_silence_and_the_end_change_the_head(run: FakeRun) -> None:
+def test_the_head_shows_a_silent_and_an_ended_run(run: FakeRun) -> None:
     run.add_steps(1)
     reader = RunReader(run.folder)
     reader.poll(run.now_s)
@@ -86,7 +86,7 @@ def test_silence_and_the_end_change_the_head(run: FakeRun) -> None:
     assert event.data["success_untrained"] == 0.66
 
 
-def test_a_new_run_in_the_same_place_is_read_anew(run: FakeRun) -> None:
+def test_a_new_run_in_the_same_folder_is_read_from_the_start(run: FakeRun) -> None:
     run.add_steps(5)
     reader = RunReader(run.folder)
     reader.poll(run.now_s)
@@ -107,21 +107,21 @@ def test_lines_that_do_not_parse_are_counted_and_reported(run: FakeRun) -> None:
     assert event.data["num_bad_lines"] == 1
 
 
-def test_the_tokenizer_is_the_runs_own(run: FakeRun) -> None:
+def test_token_text_uses_the_runs_tokenizer(run: FakeRun) -> None:
     reader = RunReader(run.folder)
     reader.poll(START_S)
     ids = run.tokenizer.encode("higher").ids
     assert "".join(reader.token_text().pieces(ids)) == "higher"
 
 
-def test_the_state_goes_into_json(run: FakeRun) -> None:
+def test_the_state_can_be_encoded_as_json(run: FakeRun) -> None:
     run.add_steps(2)
     reader = RunReader(run.folder)
     reader.poll(run.now_s)
     assert msgspec.json.decode(msgspec.json.encode(reader.state(run.now_s)))["steps"]
 
 
-def test_a_run_that_goes_on_from_before_its_last_steps_is_read_anew(run: FakeRun) -> None:
+def test_a_run_resumed_from_an_earlier_step_is_read_from_the_start(run: FakeRun) -> None:
     run.add_steps(2)
     metrics = run.folder / "metrics.jsonl"
     kept = metrics.read_bytes()
@@ -200,11 +200,11 @@ def test_a_resumed_evaluation_is_read_again(tmp_path: Path) -> None:
     assert view.num_rows == 1
 
 
-def test_what_has_no_plan_yet_is_no_picture(tmp_path: Path) -> None:
+def test_an_evaluation_without_a_plan_has_no_snapshot(tmp_path: Path) -> None:
     assert EvalView(tmp_path).snapshot(None) is None
 
 
-def test_lines_that_do_not_fit_are_counted_and_passed_over(tmp_path: Path) -> None:
+def test_malformed_lines_are_counted_and_skipped(tmp_path: Path) -> None:
     path = tmp_path / "drops.jsonl"
     path.write_bytes(b'{"reason": "stale"}\nnot json\n{"reason": 3}\n{"reason": "late", "x": 1}\n')
     file = RowFile(path, DroppedRollout)

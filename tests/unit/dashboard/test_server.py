@@ -15,7 +15,7 @@ from rollmesh.testing.run_folder import FakeRun
 
 
 def taken(frames: Frames) -> list[str]:
-    """The names of the events that wait."""
+    """Names of the queued events."""
     got = []
     while not frames.empty():
         data = frames.get_nowait()
@@ -42,7 +42,7 @@ def test_a_frame_is_a_server_sent_event() -> None:
         assert frames.get_nowait() == b'event: state\ndata: {"rows":3}\n\n'
 
 
-def test_a_listener_that_falls_behind_is_given_a_fresh_state() -> None:
+def test_a_listener_that_falls_behind_gets_a_fresh_state() -> None:
     feed = a_feed()
     with feed.subscribe() as frames:
         for _ in range(10 * MAX_WAITING):
@@ -53,7 +53,7 @@ def test_a_listener_that_falls_behind_is_given_a_fresh_state() -> None:
         assert set(got[1:]) <= {"steps"}
 
 
-def test_a_listener_that_left_is_forgotten() -> None:
+def test_a_closed_listener_is_forgotten() -> None:
     feed = a_feed()
     with feed.subscribe() as frames:
         taken(frames)
@@ -107,7 +107,7 @@ async def test_the_page_and_its_files_are_served(site: Site) -> None:
         assert "default-src 'self'" in reply.headers["Content-Security-Policy"]
 
 
-async def test_every_file_that_the_page_names_is_there(site: Site) -> None:
+async def test_every_file_that_the_page_names_exists(site: Site) -> None:
     html = await (await site.session.get("/")).text()
     named = [part.split('"')[0] for part in html.split('="/static/')[1:]]
     assert len(named) >= 5
@@ -126,7 +126,7 @@ async def test_trajectories_are_listed_newest_first_up_to_a_limit(site: Site) ->
     assert "messages" not in listed[0]
 
 
-async def test_a_limit_that_is_no_number_is_refused(site: Site) -> None:
+async def test_a_limit_that_is_not_a_number_is_refused(site: Site) -> None:
     reply = await site.session.get("/api/trajectories?limit=-1")
     assert reply.status == 400
     assert "limit=-1" in (await reply.json())["error"]
@@ -134,9 +134,9 @@ async def test_a_limit_that_is_no_number_is_refused(site: Site) -> None:
 
 async def test_a_trajectory_has_a_piece_of_text_for_every_token(site: Site) -> None:
     rollout_id = site.reader.trajectories(1)[0].rollout_id
-    told = await (await site.session.get(f"/api/trajectories/{rollout_id}")).json()
-    [sample], [pieces] = told["trajectory"]["samples"], told["pieces"]
-    assert told["trajectory"]["rollout_id"] == rollout_id
+    document = await (await site.session.get(f"/api/trajectories/{rollout_id}")).json()
+    [sample], [pieces] = document["trajectory"]["samples"], document["pieces"]
+    assert document["trajectory"]["rollout_id"] == rollout_id
     assert len(pieces) == len(sample["token_ids"])
     assert "".join(pieces).startswith("<|im_start|>user\nGuess my number")
 
@@ -147,7 +147,7 @@ async def test_an_unknown_trajectory_is_not_found(site: Site) -> None:
     assert "r0/99/99" in (await reply.json())["error"]
 
 
-async def test_rollout_text_leaves_as_json_only(site: Site) -> None:
+async def test_rollout_text_is_served_as_json_only(site: Site) -> None:
     rollout_id = site.run.add_rollout(messages=[{"role": "user", "content": SCRIPT}])
     site.reader.poll(site.run.now_s)
     reply = await site.session.get(f"/api/trajectories/{rollout_id}")

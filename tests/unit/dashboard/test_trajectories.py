@@ -36,7 +36,7 @@ def test_an_indexed_trajectory_is_read_from_its_place(run: FakeRun) -> None:
     assert len(row.samples[0].token_ids) == len(row.samples[0].logprobs)
 
 
-def test_a_trajectory_that_left_the_index_is_still_found(run: FakeRun) -> None:
+def test_a_trajectory_evicted_from_the_index_is_still_found(run: FakeRun) -> None:
     ids = [run.add_rollout() for _ in range(30)]
     shelf = TrajectoryIndex(path_of(run), max_entries=4)
     shelf.read()
@@ -61,7 +61,7 @@ def test_an_id_that_only_a_message_mentions_is_not_found(run: FakeRun) -> None:
     assert shelf.load("r9/9/9") is None
 
 
-def test_the_latest_line_of_an_id_counts(run: FakeRun) -> None:
+def test_the_latest_line_of_an_id_is_used(run: FakeRun) -> None:
     run.add_rollout(step=1)
     run.num_rollouts = 0
     rollout_id = run.add_rollout(step=2)
@@ -108,7 +108,7 @@ def test_pieces_are_one_per_id_and_join_to_the_text(folder: Path) -> None:
     assert pieces[0] == "<|im_start|>"
 
 
-def test_a_character_of_several_tokens_stands_at_its_last(folder: Path) -> None:
+def test_a_character_of_several_tokens_is_at_its_last(folder: Path) -> None:
     ids = byte_tokenizer().encode("a\u00e9\u4e2db").ids
     assert TokenText([folder]).pieces(ids) == ["a", "", "\u00e9", "", "", "\u4e2d", "b"]
 
@@ -119,7 +119,7 @@ def test_an_id_outside_the_vocabulary_does_not_end_the_text(folder: Path) -> Non
     assert "".join(pieces) == "ab"
 
 
-def test_the_first_folder_with_a_tokenizer_counts(folder: Path, tmp_path: Path) -> None:
+def test_the_first_folder_with_a_tokenizer_is_used(folder: Path, tmp_path: Path) -> None:
     assert TokenText([tmp_path / "none", folder]).pieces([0]) != ["<0>"]
 
 

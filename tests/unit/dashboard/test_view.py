@@ -17,7 +17,7 @@ def telemetry(time_s: float, calls: int, tokens: int = 0, worker_id: str = "w") 
     return TelemetryRow(time_s, [ProcessRow("router", 1, 100)], RouterRow(workers=[worker]))
 
 
-def test_rates_are_what_the_counters_gained_per_second() -> None:
+def test_rates_are_the_counters_gain_per_second() -> None:
     view = RunView()
     view.add_telemetry(telemetry(10.0, calls=100, tokens=1000))
     row = view.add_telemetry(telemetry(12.0, calls=150, tokens=1600))
@@ -53,7 +53,7 @@ def test_a_router_that_did_not_answer_leaves_a_gap() -> None:
     assert row == {"time_s": 10.0, "rss/router": 100}
 
 
-def test_ages_add_up_and_the_recent_ones_move_on() -> None:
+def test_ages_are_summed_over_the_run_and_over_recent_steps() -> None:
     view = RunView()
     for step in range(40):
         ages = {"0": 3} if step < 20 else {"1": 2, "2": 1}
@@ -62,7 +62,7 @@ def test_ages_add_up_and_the_recent_ones_move_on() -> None:
     assert view.learning()["recent_ages"] == {"1": 40, "2": 20}
 
 
-def test_the_baseline_is_no_step() -> None:
+def test_the_baseline_is_not_a_step() -> None:
     view = RunView()
     row = StepRow(time_s=1.0, step=-1, reward_untrained=0.5, success_untrained=0.66)
     assert view.add_step(row) is None
@@ -106,14 +106,14 @@ def test_the_head_has_why_a_run_ended_and_how_to_resume_it() -> None:
     assert head["resume"] == resume
 
 
-def test_the_run_began_with_its_first_line_whichever_file_it_stands_in() -> None:
+def test_the_run_began_with_the_first_line_of_any_file() -> None:
     view = RunView()
     view.add_step(StepRow(time_s=120.0, step=0, success=0.5))
     view.add_telemetry(telemetry(100.0, calls=0))
     assert view.head(130.0)["started_s"] == 100.0
 
 
-def test_a_long_run_has_a_small_picture() -> None:
+def test_the_view_of_a_long_run_is_bounded() -> None:
     view = RunView()
     for second in range(3000):
         view.add_telemetry(telemetry(float(second), calls=second))
@@ -122,7 +122,7 @@ def test_a_long_run_has_a_small_picture() -> None:
     assert len(view.steps.rows()) <= 1000
 
 
-def test_rows_stand_as_they_came_while_there_is_room() -> None:
+def test_rows_are_kept_unchanged_while_there_is_room() -> None:
     series = Series(max_rows=4)
     assert series.append({"x": 1.0}) == {"x": 1.0}
     series.append({"x": 2.0, "y": 5.0})

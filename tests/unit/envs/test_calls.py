@@ -36,21 +36,21 @@ async def test_plain_method_runs_in_a_thread_and_a_coroutine_on_the_loop() -> No
     assert calls.num_left == 0
 
 
-async def test_plain_method_may_give_an_awaitable() -> None:
+async def test_a_plain_method_may_return_an_awaitable() -> None:
     seen: list[int] = []
     assert await EnvCalls().call(SOON, lambda: coroutine(seen)) == "coroutine"
     assert seen == [threading.get_ident()]
 
 
-async def test_time_in_which_no_call_could_continue_is_not_counted() -> None:
+async def test_pauses_do_not_count_towards_a_time_limit() -> None:
     calls, pauses = EnvCalls(), iter([0.0, 0.02, 0.04, 0.04])
     limit = TimeLimit("run_timeout_s", 0.01, paused_s=lambda: next(pauses))
     with pytest.raises(OvertimeError):
         await calls.call(limit, never)
-    assert not list(pauses), "it waited on for as long as the pauses took"
+    assert not list(pauses), "the limit is extended by the pauses"
 
 
-async def test_call_that_takes_too_long_is_over_and_its_code_has_ended() -> None:
+async def test_a_call_that_exceeds_its_limit_fails_after_its_code_has_ended() -> None:
     calls, ended = EnvCalls(), list[str]()
 
     async def tidy() -> None:
@@ -67,15 +67,15 @@ async def test_call_that_takes_too_long_is_over_and_its_code_has_ended() -> None
     assert calls.num_left == 0
 
 
-async def test_timeout_of_the_code_itself_is_not_ours() -> None:
-    async def give_up() -> None:
+async def test_a_timeout_error_of_the_code_is_passed_on() -> None:
+    async def time_out() -> None:
         raise TimeoutError("its own")
 
     with pytest.raises(TimeoutError, match="its own"):
-        await EnvCalls().call(SOON, give_up)
+        await EnvCalls().call(SOON, time_out)
 
 
-async def test_coroutine_that_swallows_its_cancellation_is_left_behind_and_counted() -> None:
+async def test_a_coroutine_that_ignores_its_cancellation_is_abandoned_and_counted() -> None:
     calls, gate = EnvCalls(grace_s=0.01), asyncio.Event()
 
     async def stubborn() -> None:
@@ -94,7 +94,7 @@ async def test_coroutine_that_swallows_its_cancellation_is_left_behind_and_count
     assert calls.num_left == 0
 
 
-async def test_thread_that_never_ends_is_left_behind_and_delays_no_other() -> None:
+async def test_a_thread_that_never_ends_is_abandoned_and_delays_no_other() -> None:
     calls, gate = EnvCalls(), threading.Event()
     for _ in range(50):
         with pytest.raises(OvertimeError):
@@ -116,7 +116,7 @@ def leave_by(stray: BaseException) -> Callable[[], None]:
 
 
 class PanicError(BaseException):
-    """Raise as a Rust library's panic, or pytest's `fail`, does."""
+    """A BaseException, as a Rust library's panic or pytest's `fail` raises."""
 
 
 STRAYS = [
@@ -129,7 +129,7 @@ STRAYS = [
 
 
 @pytest.mark.parametrize("stray", [*STRAYS, StopIteration()])
-async def test_what_a_thread_lets_out_does_not_end_the_caller(stray: BaseException) -> None:
+async def test_an_exit_raised_in_a_thread_does_not_end_the_caller(stray: BaseException) -> None:
     with pytest.raises(EscapedError):
         await EnvCalls().call(SOON, leave_by(stray))
 

@@ -33,14 +33,14 @@ async def test_call_carries_model_messages_fields_and_key() -> None:
 @pytest.mark.parametrize(
     "fault", [ChatAnswer("busy", 429), ChatAnswer("no engine", 503), ChatAnswer(hang_up=True)]
 )
-async def test_passing_fault_is_tried_again_with_a_retry_mark(fault: ChatAnswer) -> None:
+async def test_a_transient_fault_is_retried_with_a_retry_header(fault: ChatAnswer) -> None:
     async with ChatEndpoint([fault, fault, "at last"]) as server:
         assert (await call(server)).text == "at last"
-    marks = [seen.headers.get("x-stainless-retry-count") for seen in server.requests]
-    assert marks == [None, "1", "2"]
+    retry_counts = [seen.headers.get("x-stainless-retry-count") for seen in server.requests]
+    assert retry_counts == [None, "1", "2"]
 
 
-async def test_lasting_fault_is_an_infra_error_that_says_what_was_answered() -> None:
+async def test_a_lasting_fault_is_an_infra_error_with_the_answer() -> None:
     async with ChatEndpoint([ChatAnswer("no engine", 503)] * 3) as server:
         with pytest.raises(InfraError, match=r"after 3 attempts: HTTP 503: no engine"):
             await call(server)
@@ -56,7 +56,7 @@ async def test_a_refused_connection_is_an_infra_error() -> None:
     await client.close()
 
 
-async def test_refusal_is_the_agents_fault_and_not_tried_again() -> None:
+async def test_a_refusal_is_the_agents_fault_and_is_not_retried() -> None:
     async with ChatEndpoint([ChatAnswer("context too long", 400)]) as server:
         with pytest.raises(AgentFailed, match="HTTP 400: context too long"):
             await call(server)
@@ -64,7 +64,7 @@ async def test_refusal_is_the_agents_fault_and_not_tried_again() -> None:
 
 
 @pytest.mark.parametrize("body", [b"not json", b'{"choices": []}', b'{"choices": "none"}'])
-async def test_answer_that_is_no_completion_is_an_infra_error(body: bytes) -> None:
+async def test_an_answer_that_is_no_completion_is_an_infra_error(body: bytes) -> None:
     async with ChatEndpoint([ChatAnswer(body=body)]) as server:
         with pytest.raises(InfraError, match="no chat completion"):
             await call(server)
@@ -95,14 +95,14 @@ async def test_one_session_serves_many_endpoints_and_reopens_after_close() -> No
     assert server.requests[1].headers["Authorization"] == "Bearer sk-other"
 
 
-async def test_answer_without_text_reads_as_empty() -> None:
+async def test_an_answer_without_text_reads_as_empty() -> None:
     body = b'{"choices": [{"message": {"role": "assistant", "content": null}}]}'
     async with ChatEndpoint([ChatAnswer(body=body)]) as server:
         reply = await call(server)
     assert (reply.text, reply.finish_reason) == ("", "stop")
 
 
-async def test_calls_and_reasoning_are_read_and_the_message_can_be_sent_back_as_it_came() -> None:
+async def test_calls_and_reasoning_are_read_and_the_message_can_be_sent_back_unchanged() -> None:
     calls = (ToolCall("c1", "bash", '{"command":  "ls"}'), ToolCall("c2", "bash", "{"))
     async with ChatEndpoint([ChatAnswer("look", calls=calls, reasoning="hm")]) as server:
         reply = await call(server)
@@ -112,7 +112,7 @@ async def test_calls_and_reasoning_are_read_and_the_message_can_be_sent_back_as_
 
 
 @pytest.mark.parametrize("code", FULL)
-async def test_conversation_past_a_limit_has_an_error_of_its_own(code: str) -> None:
+async def test_a_conversation_past_a_limit_has_its_own_error(code: str) -> None:
     body = b'{"error": {"message": "too long", "code": "%b"}}' % code.encode()
     async with ChatEndpoint([ChatAnswer(status=400, body=body)]) as server:
         with pytest.raises(ContextFull, match="too long"):
@@ -120,7 +120,7 @@ async def test_conversation_past_a_limit_has_an_error_of_its_own(code: str) -> N
 
 
 @pytest.mark.parametrize("content", [b"[]", b"7"])
-async def test_content_that_is_no_text_is_an_infra_error(content: bytes) -> None:
+async def test_content_that_is_not_text_is_an_infra_error(content: bytes) -> None:
     body = b'{"choices": [{"message": {"content": %s}}]}' % content
     async with ChatEndpoint([ChatAnswer(body=body)]) as server:
         with pytest.raises(InfraError, match="no chat completion"):

@@ -1,4 +1,4 @@
-"""The echo environment produces load of a set shape."""
+"""The echo environment produces load of a given shape."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from rollmesh.envs.echo import EchoEnv
 from rollmesh.testing.upstreams import ChatEndpoint
 
 
-async def test_conversation_has_the_set_turns_and_sizes() -> None:
+async def test_a_conversation_has_the_configured_turns_and_sizes() -> None:
     env = EchoEnv(num_turns=3, prompt_chars=100, turn_chars=20, max_tokens=5)
     task = next(env.tasks("train", 0))
     async with ChatEndpoint(["one", "two", "three"]) as server:

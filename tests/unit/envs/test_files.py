@@ -25,13 +25,13 @@ def test_a_file_below_the_folder_is_read(work: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["../secret", "/etc/hostname", "a/b.txt"])
-def test_no_link_is_followed(work: Path, target: str) -> None:
+def test_no_symlink_is_followed(work: Path, target: str) -> None:
     (work / "link").symlink_to(target)
     with pytest.raises(OSError, match=r"link"):
         read_text(work, "link")
 
 
-def test_no_folder_on_the_way_may_be_a_link(work: Path) -> None:
+def test_no_folder_of_the_path_may_be_a_symlink(work: Path) -> None:
     (work / "c").symlink_to("..")
     with pytest.raises(OSError, match="c"):
         read_text(work, "c/secret")
@@ -57,7 +57,7 @@ def test_a_longer_file_is_refused_and_a_missing_one_is_missing(work: Path) -> No
         read_text(work, "a/c.txt")
 
 
-def test_the_folder_itself_may_not_be_a_link(work: Path, tmp_path: Path) -> None:
+def test_the_folder_itself_may_not_be_a_symlink(work: Path, tmp_path: Path) -> None:
     (tmp_path / "other").symlink_to(work)
     with pytest.raises(OSError, match="other"):
         read_text(tmp_path / "other", "a/b.txt")

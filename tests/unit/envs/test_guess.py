@@ -45,7 +45,7 @@ async def test_unreadable_answer_counts_as_a_guess_and_gets_its_own_hint() -> No
     assert hints == ["say a number from 1 to 7"] * 2
 
 
-async def test_endpoint_that_fails_is_no_lost_game() -> None:
+async def test_a_failed_endpoint_is_not_a_lost_game() -> None:
     env = GuessEnv()
     async with ChatEndpoint([ChatAnswer(body=b"gibberish")]) as server:
         with pytest.raises(InfraError):
@@ -58,7 +58,7 @@ async def test_endpoint_that_fails_is_no_lost_game() -> None:
     [("4", 4), ("7", 7), ("", None), ("0", None), ("8", None), ("04", None), ("1 2", None)]
     + [(text, None) for text in ("4.", " 4", "4\n", "I say 4!", "4\u0664", "\u0664", "-4")],
 )
-def test_answer_counts_only_as_a_bare_number_in_range(text: str, guess: int | None) -> None:
+def test_an_answer_is_a_bare_number_in_range(text: str, guess: int | None) -> None:
     assert GuessEnv().parse(text) == guess
 
 
@@ -77,7 +77,7 @@ def test_tasks_are_balanced_reproducible_and_differ_by_split() -> None:
 
 def test_consistent_random_play_wins_about_68_percent() -> None:
     def win_share(low: int, high: int, secret: int, left: int) -> float:
-        """Chance to win by guessing uniformly in low..high."""
+        """Probability to win by guessing uniformly in low..high."""
         if left == 0:
             return 0.0
         shares = (
@@ -95,6 +95,6 @@ def test_consistent_random_play_wins_about_68_percent() -> None:
     )
 
 
-def test_settings_that_make_no_game_are_refused() -> None:
+def test_invalid_game_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="highest"):
         GuessEnv(highest=1)

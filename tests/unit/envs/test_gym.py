@@ -22,7 +22,7 @@ CLOSED: list[int] = []
 
 
 class Parrot(gymnasium.Env[str, str]):
-    """Repeat the secret from the observation; each word costs."""
+    """A game: repeat the secret from the observation; each wrong word costs 0.25."""
 
     observation_space = Text(100, charset=string.printable)
     action_space = Text(10, charset="abc")
@@ -42,7 +42,7 @@ class Parrot(gymnasium.Env[str, str]):
         CLOSED.append(1)
 
 
-class Late(Parrot):
+class StartsAtFive(Parrot):
     action_space = Discrete(3, start=5)  # type: ignore[assignment]
 
 
@@ -61,7 +61,7 @@ def registered() -> Iterator[None]:
 
 
 async def play(env: GymEnv, *answers: str) -> tuple[Transcript, Score, Sequence[str]]:
-    """The transcript, the score, and the messages that the model received."""
+    """Play an episode; return the transcript, the score, and the messages to the model."""
     async with ChatEndpoint(answers) as server:
         transcript = await env.run(TASK, server.endpoint)
         await env.close()
@@ -69,14 +69,14 @@ async def play(env: GymEnv, *answers: str) -> tuple[Transcript, Score, Sequence[
     return transcript, await env.score(TASK, transcript), prompts
 
 
-async def test_texts_go_as_they_are_and_rewards_add_up() -> None:
+async def test_texts_are_passed_unchanged_and_rewards_add_up() -> None:
     env = GymEnv(env_id="Parrot-v0", make={"secret": "cab"})
     transcript, score, prompts = await play(env, "abc", "Hello!", " cab\n")
     assert prompts == ["say cab 3", "not abc", "say 1 to 10 of the allowed characters"]
     assert score.reward == 0.75
     assert score.metrics == {"num_steps": 2.0, "num_unreadable": 1.0, "num_turns": 3.0}
     assert not transcript.truncated
-    assert CLOSED == [1, 1]  # the one that showed its actions, and the rollout's
+    assert CLOSED == [1, 1]  # the instance that showed its actions, and the rollout's
 
 
 async def test_a_game_that_its_own_limit_ends_is_truncated() -> None:
@@ -112,7 +112,7 @@ async def test_actions_without_names_are_numbers_and_other_observations_their_te
     assert score.metrics["num_unreadable"] == 2.0
 
 
-async def test_observations_that_are_no_text_are_shown_as_json() -> None:
+async def test_observations_other_than_text_are_shown_as_json() -> None:
     _, score, prompts = await play(GymEnv(env_id="Blackjack-v1", actions=["stick", "hit"]), "stick")
     assert re.fullmatch(r"\[\d+,\d+,[01]\]", prompts[0])
     assert score.reward in (-1.0, 0.0, 1.0)
@@ -136,13 +136,15 @@ def test_tasks_are_seeds_that_split_and_seed_decide() -> None:
         ({"env_id": "Parrot-v0", "make": {"sceret": "a"}}, "sceret"),
     ],
 )
-def test_what_is_no_text_game_is_known_at_once(settings: dict[str, Any], why: str) -> None:
+def test_an_environment_that_cannot_be_played_as_text_is_refused_at_once(
+    settings: dict[str, Any], why: str
+) -> None:
     with pytest.raises(EnvError, match=why):
         load_env("gym", settings)
 
 
-async def test_numbers_of_a_space_begin_where_it_begins() -> None:
-    gymnasium.register("Late-v0", lambda **make: Late(**make))
+async def test_numbered_actions_begin_at_the_start_of_the_space() -> None:
+    gymnasium.register("Late-v0", lambda **make: StartsAtFive(**make))
     try:
         _, score, prompts = await play(GymEnv(env_id="Late-v0", make={"secret": 6}), "4", "6")
     finally:

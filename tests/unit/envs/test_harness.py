@@ -17,8 +17,8 @@ AGENT = Endpoint("http://127.0.0.1:9/v1", "sk-secret", "policy")
 TASK = Task("t-1", {"question": "Why {model}?", "files": {"a/notes.txt": "zebra"}})
 
 
-class Runs(HarnessEnv):
-    """Run a piece of Python."""
+class RunsPython(HarnessEnv):
+    """An agent that is a piece of Python code."""
 
     def __init__(self, code: str, *words: str, **settings: Any) -> None:
         super().__init__(argv=[sys.executable, "-c", code, *words], **settings)
@@ -39,18 +39,18 @@ class Runs(HarnessEnv):
         return Score(1.0)
 
 
-TELLS = """import json, os, sys
-told = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}
-told["config"] = open(os.path.expanduser("~/.agent/config.json")).read()
-told["notes"] = open("a/notes.txt").read()
+REPORTS = """import json, os, sys
+report = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}
+report["config"] = open(os.path.expanduser("~/.agent/config.json")).read()
+report["notes"] = open("a/notes.txt").read()
 open("answer.txt", "w").write("42")
-print(json.dumps(told))
+print(json.dumps(report))
 """
 
 
-async def test_the_program_finds_its_model_its_home_and_its_task() -> None:
-    env = Runs(
-        TELLS,
+async def test_the_program_gets_its_model_its_home_and_its_task() -> None:
+    env = RunsPython(
+        REPORTS,
         *("{question}", "{task_id}", "{api_key", "{other}"),
         files={".agent/config.json": '{"url": "{base_url}", "root": "{root_url}"}'},
         env={"EXTRA": "{model} in {work}", "TERM": "xterm"},
@@ -75,14 +75,14 @@ async def test_the_program_finds_its_model_its_home_and_its_task() -> None:
     assert not home.parent.exists()
 
 
-async def test_nothing_of_our_own_environment_is_seen_but_what_is_kept(
+async def test_the_program_sees_only_the_kept_environment_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ROLLMESH_ADMIN_TOKEN", "secret")
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
     monkeypatch.setenv("KEPT", "1")
     code = "import os; print(*sorted(os.environ))"
-    transcript = await Runs(code, keep_env=["KEPT", "NOT_THERE"]).run(TASK, AGENT)
+    transcript = await RunsPython(code, keep_env=["KEPT", "NOT_THERE"]).run(TASK, AGENT)
     names = set(transcript.data["output"].split())
     assert "KEPT" in names
     assert not names & {"ROLLMESH_ADMIN_TOKEN", "HTTPS_PROXY", "NOT_THERE", "PATH"}
@@ -90,34 +90,34 @@ async def test_nothing_of_our_own_environment_is_seen_but_what_is_kept(
 
 async def test_another_exit_code_is_the_agents_fault_and_quotes_its_last_line() -> None:
     code = "import sys; print('no model'); print(); sys.exit(3)"
-    env = Runs(code)
+    env = RunsPython(code)
     with pytest.raises(AgentFailed, match="ended with exit code 3: no model"):
         await env.run(TASK, AGENT)
-    transcript = await Runs(code, exit_codes=[0, 3]).run(TASK, AGENT)
+    transcript = await RunsPython(code, exit_codes=[0, 3]).run(TASK, AGENT)
     assert transcript.data["exit_code"] == 3
 
 
 async def test_the_sessions_key_is_cut_out_of_what_was_printed() -> None:
     code = "import os, sys; key = os.environ['OPENAI_API_KEY']; open('key', 'w').write(key)"
     code += "; print(key, flush=True); sys.exit(f'401 for {key}')"
-    env = Runs(code)
+    env = RunsPython(code)
     with pytest.raises(AgentFailed, match=r"exit code 1: 401 for \[key\]"):
         await env.run(TASK, AGENT)
-    env = Runs(code, exit_codes=[1])
+    env = RunsPython(code, exit_codes=[1])
     transcript = await env.run(TASK, AGENT)
     assert transcript.data["output"] == "[key]\n401 for [key]\n"
     assert transcript.data["keys"] == ["sk-secret"]
 
 
-async def test_an_agent_that_dies_by_a_signal_says_which() -> None:
+async def test_an_agent_killed_by_a_signal_is_reported_with_the_signal() -> None:
     with pytest.raises(AgentFailed, match="ended with signal 9"):
-        await Runs("import os; os.kill(os.getpid(), 9)").run(TASK, AGENT)
+        await RunsPython("import os; os.kill(os.getpid(), 9)").run(TASK, AGENT)
 
 
-async def test_overtime_truncates_and_what_is_there_is_collected() -> None:
+async def test_overtime_truncates_and_collects_the_files() -> None:
     code = "import signal; open('half', 'w').close(); print('begun', flush=True); signal.pause()"
-    for limit_s in (1.0, 10.0, 60.0):  # enough for it to begin
-        env = Runs(code, timeout_s=limit_s)
+    for limit_s in (1.0, 10.0, 60.0):  # until the program has begun
+        env = RunsPython(code, timeout_s=limit_s)
         transcript = await env.run(TASK, AGENT)
         if transcript.data["output"]:
             break
@@ -130,11 +130,11 @@ async def test_overtime_truncates_and_what_is_there_is_collected() -> None:
 @pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "a/../../outside"])
 async def test_a_tasks_file_stays_in_its_folder(name: str) -> None:
     with pytest.raises(EnvError, match="not below its folder"):
-        await Runs("").run(Task("t", {"files": {name: "x"}}), AGENT)
+        await RunsPython("").run(Task("t", {"files": {name: "x"}}), AGENT)
 
 
-async def test_hooks_may_wait() -> None:
-    class Waits(Runs):
+async def test_hooks_may_be_coroutines() -> None:
+    class Waits(RunsPython):
         async def prepare(self, task: Task, work: Path) -> None:
             (work / "own").touch()
 
@@ -152,10 +152,10 @@ async def test_hooks_may_wait() -> None:
         (["sh"], {"max_output_bytes": 0}, "must be positive"),
     ],
 )
-def test_settings_that_cannot_run_are_refused(
+def test_invalid_harness_settings_are_refused(
     argv: Sequence[Any], settings: dict[str, Any], why: str
 ) -> None:
-    class Fixed(Runs):
+    class Fixed(RunsPython):
         def __init__(self) -> None:
             HarnessEnv.__init__(self, argv=argv, **settings)
 
@@ -163,11 +163,11 @@ def test_settings_that_cannot_run_are_refused(
         Fixed()
 
 
-async def test_a_program_that_only_workers_have_is_missed_when_it_is_run() -> None:
-    class Fixed(Runs):
+async def test_a_missing_program_is_an_infra_error_when_it_runs() -> None:
+    class Fixed(RunsPython):
         def __init__(self) -> None:
             HarnessEnv.__init__(self, argv=["no-such-agent"])
 
-    env = Fixed()  # the trainer builds it too, for its tasks
+    env = Fixed()  # the trainer builds it too and reads its tasks
     with pytest.raises(InfraError, match="no-such-agent: cannot be run: No such file"):
         await env.run(TASK, AGENT)

@@ -17,7 +17,7 @@ async def test_coroutine_runs_on_the_loop_and_a_plain_method_in_a_thread() -> No
     assert await call_hook(threading.get_ident) != threading.get_ident()
 
 
-async def test_what_a_plain_method_hands_back_is_awaited() -> None:
+async def test_an_awaitable_from_a_plain_method_is_awaited() -> None:
     async def late(number: int) -> int:
         return number + 1
 
@@ -27,7 +27,7 @@ async def test_what_a_plain_method_hands_back_is_awaited() -> None:
     assert await call_hook(plain, 2) == 3
 
 
-async def test_what_a_method_raises_comes_out() -> None:
+async def test_an_error_of_a_method_is_raised_to_its_caller() -> None:
     def broken() -> None:
         raise KeyError("gone")
 
@@ -75,11 +75,11 @@ async def test_a_plain_method_that_cannot_be_ended_is_counted_until_it_ends() ->
     await began.wait()
     calling.cancel()
     await asyncio.sleep(0)
-    calling.cancel()  # whoever cancelled it does not wait any longer
+    calling.cancel()  # a second cancellation stops waiting for the method
     with pytest.raises(asyncio.CancelledError):
         await calling
     assert num_left_behind() == num_before + 1
     may_end.set()
     async with asyncio.timeout(60):
-        while num_left_behind() > num_before:  # noqa: ASYNC110 - a thread's end is told to nobody
+        while num_left_behind() > num_before:  # noqa: ASYNC110 - a thread's end sets no event
             await asyncio.sleep(0)

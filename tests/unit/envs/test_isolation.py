@@ -1,4 +1,4 @@
-"""Slots: the choice of the mode, what a program finds in one, and that nothing of it is left."""
+"""Slots: the choice of the mode, the program's view in one, and its complete removal."""
 
 import asyncio
 import os
@@ -87,7 +87,7 @@ async def test_a_slot_keeps_exit_codes_signals_and_output(
     assert ended.exit_code == -signal.SIGKILL
 
 
-async def test_under_bwrap_the_endpoint_is_reached_at_its_own_address_and_no_other_is(
+async def test_under_bwrap_only_the_endpoint_is_reachable_at_its_own_address(
     settled: Callable[..., Isolation],
 ) -> None:
     needs_bwrap()
@@ -101,7 +101,7 @@ async def test_under_bwrap_the_endpoint_is_reached_at_its_own_address_and_no_oth
         assert ended.output == "b'hello'\nConnection refused\n"
 
 
-async def test_under_bwrap_an_interpreter_is_found_through_a_link_to_its_environment(
+async def test_under_bwrap_an_interpreter_is_found_through_a_symlinked_venv(
     settled: Callable[..., Isolation], tmp_path: Path
 ) -> None:
     needs_bwrap()

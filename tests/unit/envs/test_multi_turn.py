@@ -1,4 +1,4 @@
-"""Conversations: the role of each message, what ends them, and that a begun turn is finished."""
+"""Conversations: roles, endings, and the call of `finish` after every beginning."""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ TOO_LONG = ChatAnswer(status=400, body=b'{"error": {"code": "context_length_exce
 
 
 class Asks(MultiTurnEnv):
-    """Answer "more" until the model says "enough"; plain methods, which run in threads."""
+    """Reply "more" until an answer contains "enough"; plain methods, which run in threads."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -28,7 +28,7 @@ class Asks(MultiTurnEnv):
         yield TASK
 
     def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Prompt | None:
-        talk.data["said"] = [*talk.data.get("said", []), reply.text]
+        talk.data["replies"] = [*talk.data.get("replies", []), reply.text]
         return None if "enough" in reply.text else "more"
 
     def finish(self, task: Task, talk: Talk) -> None:
@@ -62,12 +62,12 @@ async def test_every_request_holds_the_whole_conversation() -> None:
     assert not transcript.truncated
     assert transcript.data["answer"] == "enough"
     assert transcript.data["num_turns"] == 2
-    assert transcript.data["said"] == ["a", "enough"]
+    assert transcript.data["replies"] == ["a", "enough"]
     assert transcript.data["is_finished"]
     assert len(transcript.data["messages"]) == 5
 
 
-async def test_the_models_message_goes_back_as_it_came() -> None:
+async def test_the_models_message_is_sent_back_unchanged() -> None:
     thinking = ChatAnswer("a", reasoning="hm")
     _, server = await converse(Asks(), thinking, "enough")
     message = server.requests[1].body["messages"][1]
@@ -78,7 +78,7 @@ async def test_turns_at_their_limit_truncate() -> None:
     transcript, server = await converse(Asks(max_turns=2), "a", "b", "c")
     assert transcript.truncated
     assert len(server.requests) == 2
-    assert transcript.data["said"] == ["a", "b"]
+    assert transcript.data["replies"] == ["a", "b"]
 
 
 async def test_full_context_truncates() -> None:
@@ -94,14 +94,14 @@ async def test_last_answer_cut_at_its_end_truncates() -> None:
     assert not transcript.truncated
 
 
-async def test_what_was_begun_is_finished_when_the_endpoint_fails() -> None:
+async def test_finish_is_called_when_the_endpoint_fails() -> None:
     env = Asks()
     with pytest.raises(InfraError):
         await converse(env, "a", ChatAnswer(body=b"gibberish"))
     assert len(env.finished) == 1
 
 
-async def test_what_was_begun_is_finished_when_the_rollout_is_cancelled() -> None:
+async def test_finish_is_called_when_the_rollout_is_cancelled() -> None:
     env = Asks()
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -123,7 +123,7 @@ async def test_what_was_begun_is_finished_when_the_rollout_is_cancelled() -> Non
     assert len(env.finished) == 1
 
 
-async def test_opening_that_raises_is_finished_too() -> None:
+async def test_finish_is_called_when_the_opening_raises() -> None:
     env = Asks()
     with pytest.raises(KeyError):
         await env.run(Task("no question"), Endpoint("http://127.0.0.1:1/v1", "k", "m"))
@@ -140,6 +140,6 @@ async def test_an_env_may_add_whole_messages() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"max_turns": 0}, {"max_tokens": -1}])
-def test_limits_that_make_no_talk_are_refused(settings: dict[str, int]) -> None:
+def test_invalid_limits_are_refused(settings: dict[str, int]) -> None:
     with pytest.raises(EnvError):
         Asks(**settings)

@@ -18,11 +18,11 @@ from rollmesh.testing.upstreams import ChatAnswer, ChatEndpoint, ChatRequestSeen
 
 TASK = Task("t", {"seed": 7})
 TEXT = {"action_field": "word", "observation_field": "feedback", "timeout_s": 5.0}
-NOBODY = Endpoint("http://127.0.0.1:1/v1", "k", "m")
+UNREACHABLE = Endpoint("http://127.0.0.1:1/v1", "k", "m")
 
 
 class Counts:
-    """Pay 1, 2, 3... for each word, and end with "stop"; "crash" breaks the server's side."""
+    """A game: words earn 1, 2, 3...; "stop" ends it, and "crash" raises in the server."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -36,15 +36,13 @@ class Counts:
         if action["word"] == "crash":
             raise RuntimeError("division by zero")
         self.num_steps += 1
-        return {"feedback": "go on", "other": []}, self.num_steps, action["word"] == "stop"
+        return {"feedback": "next", "other": []}, self.num_steps, action["word"] == "stop"
 
 
 async def play(
     server: OpenEnvServer, env: OpenEnvEnv, *answers: str
 ) -> tuple[Transcript, Score, list[str]]:
-    """The transcript, the score, and the messages that the model received; the rollout leaves no
-    session.
-    """
+    """Play an episode that leaves no session; return transcript, score and model input."""
     async with ChatEndpoint(answers) as chat:
         try:
             transcript = await env.run(TASK, chat.endpoint)
@@ -59,12 +57,12 @@ async def test_an_episode_is_played_to_its_end_and_its_session_closed() -> None:
     async with OpenEnvServer(Counts) as server:
         env = OpenEnvEnv(url=server.url, game=TEXT)
         transcript, score, prompts = await play(server, env, "a", " b\n", "stop")
-    assert prompts == ["seed 7", "go on", "go on"]
+    assert prompts == ["seed 7", "next", "next"]
     assert score == Score(6.0, {"num_steps": 3.0, "num_refused": 0.0, "num_turns": 3.0})
     assert not transcript.truncated
 
 
-async def test_the_last_reward_may_count_alone() -> None:
+async def test_the_reward_may_be_the_last_one_only() -> None:
     async with OpenEnvServer(Counts) as server:
         env = OpenEnvEnv(url=server.url, game={**TEXT, "reward": "last"})
         _, score, _ = await play(server, env, "a", "stop")
@@ -77,7 +75,7 @@ async def test_without_fields_observations_and_actions_are_json() -> None:
         _, score, prompts = await play(
             server, env, '{"word": "a"}', "word", '{"words": 1}', '{"word":"stop"}'
         )
-    assert prompts[:2] == ['{"feedback":"seed 7","other":[1]}', '{"feedback":"go on","other":[]}']
+    assert prompts[:2] == ['{"feedback":"seed 7","other":[1]}', '{"feedback":"next","other":[]}']
     assert prompts[2].startswith("error: ")
     assert prompts[3] == "error: Invalid message; word: Field required"
     assert score.metrics["num_refused"] == 2.0
@@ -91,14 +89,14 @@ async def test_turns_at_their_limit_truncate_and_close() -> None:
     assert score.reward == 3.0
 
 
-async def test_a_fault_on_the_servers_side_is_no_reward() -> None:
+async def test_a_fault_of_the_server_yields_no_reward() -> None:
     async with OpenEnvServer(Counts) as server:
         env = OpenEnvEnv(url=server.url, game=TEXT)
         with pytest.raises(InfraError, match="EXECUTION_ERROR: division by zero"):
             await play(server, env, "crash")
 
 
-async def test_a_server_that_hangs_up_is_the_infrastructures_fault() -> None:
+async def test_a_server_that_disconnects_is_an_infra_error() -> None:
     async with OpenEnvServer(Counts) as server:
         env = OpenEnvEnv(url=server.url, game=TEXT)
         closing: list[asyncio.Task[bool]] = []
@@ -125,22 +123,24 @@ async def test_a_full_server_is_waited_for() -> None:
         assert server.num_refused >= 1
 
 
-async def test_a_server_that_stays_full_is_asked_by_one_at_a_time_and_given_up() -> None:
+async def test_a_server_that_stays_full_is_polled_by_one_rollout_at_a_time_until_the_limit() -> (
+    None
+):
     async with OpenEnvServer(Counts, max_sessions=0) as server:
         env = OpenEnvEnv(url=server.url, game={**TEXT, "capacity_wait_s": 2.5 * RETRY_S})
-        rollouts = (env.run(TASK, NOBODY) for _ in range(20))
+        rollouts = (env.run(TASK, UNREACHABLE) for _ in range(20))
         faults = await asyncio.gather(*rollouts, return_exceptions=True)
         await env.close()
     assert all(isinstance(fault, InfraError) for fault in faults)
     assert "full for 0.625 s" in str(faults[0])
-    # Each tries once when it comes, and then only the first in line does.
+    # Each rollout tries once; after that only the first in the queue retries.
     assert server.num_refused <= 20 + 3
 
 
-async def test_an_unreachable_server_is_the_infrastructures_fault() -> None:
+async def test_an_unreachable_server_is_an_infra_error() -> None:
     env = OpenEnvEnv(url="http://127.0.0.1:1", game=TEXT)
     with pytest.raises(InfraError, match=r"127\.0\.0\.1:1"):
-        await env.run(TASK, NOBODY)
+        await env.run(TASK, UNREACHABLE)
     await env.close()
 
 
@@ -150,13 +150,13 @@ FULL = '{"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "full"
 @pytest.mark.parametrize(
     "answer", ["not json", "[]", '{"type": "observation", "data": {}}', None, FULL]
 )
-async def test_an_answer_that_is_none_is_the_infrastructures_fault_and_the_server_left(
+async def test_an_invalid_or_missing_answer_is_an_infra_error_and_its_socket_is_closed(
     answer: str | None,
 ) -> None:
     num_opened = 0
     left: asyncio.Queue[None] = asyncio.Queue()
 
-    async def babble(request: web.BaseRequest) -> web.WebSocketResponse:
+    async def answer_each(request: web.BaseRequest) -> web.WebSocketResponse:
         nonlocal num_opened
         num_opened += 1
         socket = web.WebSocketResponse()
@@ -167,14 +167,14 @@ async def test_an_answer_that_is_none_is_the_infrastructures_fault_and_the_serve
         left.put_nowait(None)
         return socket
 
-    runner = web.ServerRunner(web.Server(babble), shutdown_timeout=0.1)
+    runner = web.ServerRunner(web.Server(answer_each), shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     env = OpenEnvEnv(url=url, game={**TEXT, "timeout_s": 0.3, "capacity_wait_s": 0.3})
     try:
         with pytest.raises(InfraError):
-            await env.run(TASK, NOBODY)
+            await env.run(TASK, UNREACHABLE)
         async with asyncio.timeout(60.0):
             for _ in range(num_opened):
                 await left.get()

@@ -1,4 +1,4 @@
-"""An agent's program: its output, its exit, and that no process of it is left."""
+"""An agent's program: its output, its exit, and the end of all its processes."""
 
 import asyncio
 import os
@@ -17,8 +17,8 @@ from rollmesh.envs.program import Command, Excerpt, ProgramExit, run_program
 LIMITS_S = (1.0, 10.0, 60.0)
 KEPT = {name: os.environ[name] for name in ("PATH", "ROLLMESH_TEST_RUN") if name in os.environ}
 
-# Its child leaves its group, its session and its parent, and writes its pid into a file, or a pipe
-# that the test reads; then the program goes on.
+# A child that leaves its group, session and parent and writes its pid to a file, or to a pipe that
+# the test reads; then the program continues.
 DAEMON = """
 import os, signal
 reading, writing = os.pipe()
@@ -42,9 +42,7 @@ async def run(
 
 
 async def overtime(folder: Path, code: str) -> ProgramExit:
-    """How it ends at its timeout, which must be enough for it to begin: then it prints, or has
-    written `pid`.
-    """
+    """Run with growing timeouts until the program has begun: it has printed or written `pid`."""
     for limit_s in LIMITS_S:
         ended = await run(folder, code, limit_s)
         if ended.output or (folder / "pid").exists():
@@ -53,7 +51,7 @@ async def overtime(folder: Path, code: str) -> ProgramExit:
 
 
 def ends(pid: int) -> bool:
-    """Whether a process that is being killed is gone, in time."""
+    """Whether a killed process ends in time."""
     try:
         psutil.Process(pid).wait(60.0)
     except psutil.TimeoutExpired:
@@ -75,20 +73,20 @@ async def test_output_of_both_streams_and_the_exit_code_come_back(tmp_path: Path
     assert await run(tmp_path, code) == ProgramExit(3, "out err", is_overtime=False)
 
 
-async def test_it_sees_its_environment_and_folder_and_an_empty_stdin(tmp_path: Path) -> None:
+async def test_a_program_gets_its_environment_its_folder_and_an_empty_stdin(tmp_path: Path) -> None:
     code = "import os, sys; print(sorted(os.environ), os.getcwd(), repr(sys.stdin.read()))"
     command = Command((sys.executable, "-c", code), tmp_path, {"A": "1", "LC_CTYPE": "C.UTF-8"})
     ended = await run_program(command, 30.0, 1000)
     assert ended.output == f"['A', 'LC_CTYPE', 'ROLLMESH_MARK'] {tmp_path} ''\n"
 
 
-async def test_endless_output_is_read_on_and_its_ends_are_kept(tmp_path: Path) -> None:
+async def test_long_output_keeps_its_first_and_last_bytes(tmp_path: Path) -> None:
     code = "import sys; sys.stdout.write('a' * 300_000 + 'b' * 300_000)"
     ended = await run(tmp_path, code, max_output_bytes=20)
     assert ended.output == f"{'a' * 10}\n[... 599980 bytes left out ...]\n{'b' * 10}"
 
 
-async def test_time_that_is_over_kills_its_group(tmp_path: Path) -> None:
+async def test_a_timeout_kills_the_process_group(tmp_path: Path) -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import signal; "
     code += "import os; print(os.getpid(), flush=True); signal.pause()'])"
     ended = await overtime(tmp_path, code)
@@ -113,7 +111,7 @@ async def test_a_daemon_that_emptied_its_environment_dies_with_its_group(tmp_pat
     assert ends(int((tmp_path / "pid").read_text()))
 
 
-async def test_cancellation_ends_all_of_it(tmp_path: Path) -> None:
+async def test_cancellation_ends_the_program_and_its_descendants(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pid")
     running = asyncio.create_task(run(tmp_path, DAEMON + "signal.pause()"))
     pid = int(await asyncio.to_thread((tmp_path / "pid").read_text))
@@ -123,13 +121,13 @@ async def test_cancellation_ends_all_of_it(tmp_path: Path) -> None:
     assert not is_alive(pid)
 
 
-async def test_a_program_that_is_not_there_is_the_infrastructures_fault(tmp_path: Path) -> None:
+async def test_a_program_that_does_not_exist_is_an_infra_error(tmp_path: Path) -> None:
     command = Command(("no-such-program",), tmp_path, KEPT)
     with pytest.raises(InfraError, match="no-such-program: cannot be run"):
         await run_program(command, 1.0, 100)
 
 
-def test_it_runs_on_a_workers_loop_too(tmp_path: Path) -> None:
+def test_a_program_runs_on_uvloop(tmp_path: Path) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(run(tmp_path, "print(7)")) == ProgramExit(0, "7\n", is_overtime=False)
         ended = runner.run(overtime(tmp_path, DAEMON + "signal.pause()"))
@@ -137,13 +135,13 @@ def test_it_runs_on_a_workers_loop_too(tmp_path: Path) -> None:
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
-def test_no_descriptor_of_another_thread_is_closed_on_a_workers_loop(tmp_path: Path) -> None:
+def test_no_descriptor_of_another_thread_is_closed_on_uvloop(tmp_path: Path) -> None:
     is_over = threading.Event()
 
     def open_and_close() -> None:
         while not is_over.is_set():
             for descriptor in os.pipe():
-                os.close(descriptor)  # OSError where somebody else has closed it
+                os.close(descriptor)  # OSError if other code has closed it
 
     async def run_often() -> set[int]:
         command = Command(("true",), tmp_path, KEPT)
@@ -162,7 +160,7 @@ def test_no_descriptor_of_another_thread_is_closed_on_a_workers_loop(tmp_path: P
             is_over.set()
 
 
-async def test_descriptors_are_given_back(tmp_path: Path) -> None:
+async def test_descriptors_are_closed(tmp_path: Path) -> None:
     await run(tmp_path, "")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
@@ -170,7 +168,7 @@ async def test_descriptors_are_given_back(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_excerpt_in_small_pieces_is_that_of_the_whole() -> None:
+def test_an_excerpt_is_the_same_however_its_input_is_cut() -> None:
     whole, pieces = Excerpt(10), Excerpt(10)
     data = bytes(range(97, 123))
     whole.add(data)

@@ -15,7 +15,7 @@ from rollmesh.core.errors import InfraError
 from rollmesh.envs.scratch import new_scratch, remove, sweep
 
 
-async def test_two_empty_folders_that_only_we_may_enter_and_that_go(
+async def test_scratch_folders_are_empty_private_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -27,7 +27,7 @@ async def test_two_empty_folders_that_only_we_may_enter_and_that_go(
     assert os.listdir(tmp_path) == []
 
 
-async def test_it_goes_when_the_rollout_fails(
+async def test_scratch_folders_are_removed_when_the_rollout_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -47,7 +47,7 @@ asyncio.run(main())
 """
 
 
-async def test_what_a_killed_worker_left_is_swept_and_what_is_in_use_is_not(
+async def test_folders_of_a_killed_worker_are_swept_and_those_in_use_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -117,7 +117,7 @@ async def test_nothing_is_left_of_a_rollout_that_is_cancelled_while_its_folder_i
     assert os.listdir(tmp_path) == []
 
 
-async def test_no_room_for_one_is_the_infrastructures_fault(
+async def test_a_scratch_folder_that_cannot_be_created_is_an_infra_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
@@ -126,7 +126,7 @@ async def test_no_room_for_one_is_the_infrastructures_fault(
             raise AssertionError
 
 
-async def test_no_room_in_one_leaves_nothing_of_it(
+async def test_a_scratch_folder_on_a_full_disk_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_full(*_: object) -> None:
@@ -140,7 +140,7 @@ async def test_no_room_in_one_leaves_nothing_of_it(
     assert os.listdir(tmp_path) == []
 
 
-async def test_folders_that_stand_deeper_in_each_other_than_python_descends_go_too(
+async def test_folders_nested_beyond_the_recursion_limit_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -153,7 +153,7 @@ async def test_folders_that_stand_deeper_in_each_other_than_python_descends_go_t
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root needs no permissions")
-def test_permissions_that_a_program_took_away_do_not_keep_it(tmp_path: Path) -> None:
+def test_revoked_permissions_do_not_prevent_removal(tmp_path: Path) -> None:
     root = tmp_path / "scratch"
     for name in ("a/b/c", "read_only/inner"):
         (root / name).mkdir(parents=True)
@@ -166,7 +166,7 @@ def test_permissions_that_a_program_took_away_do_not_keep_it(tmp_path: Path) -> 
     assert not root.exists()
 
 
-def test_links_out_of_it_are_not_followed(tmp_path: Path) -> None:
+def test_symlinks_are_not_followed_on_removal(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "file").write_text("x")
@@ -178,7 +178,7 @@ def test_links_out_of_it_are_not_followed(tmp_path: Path) -> None:
     assert (kept / "file").exists()
 
 
-def test_a_link_that_looks_like_a_scratch_folder_is_not_swept(
+def test_a_symlink_named_like_a_scratch_folder_is_not_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

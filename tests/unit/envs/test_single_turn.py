@@ -19,7 +19,7 @@ class Plain(SingleTurnEnv):
         return float(answer == "4")
 
 
-class Telling(Plain):
+class GradesAsync(Plain):
     async def grade(self, task: Task, answer: str) -> Score:  # type: ignore[override]
         return Score(0.5, {"num_chars": float(len(answer))})
 
@@ -36,13 +36,11 @@ async def test_one_answer_is_asked_for_and_graded() -> None:
     assert await answer(Plain(), "5") == (Score(0.0), False, 1)
 
 
-async def test_a_grade_may_tell_more_and_may_wait() -> None:
-    assert await answer(Telling(), "four") == (Score(0.5, {"num_chars": 4.0}), False, 1)
+async def test_grade_may_be_a_coroutine_that_returns_a_score() -> None:
+    assert await answer(GradesAsync(), "four") == (Score(0.5, {"num_chars": 4.0}), False, 1)
 
 
 @pytest.mark.parametrize(("reason", "is_truncated"), [("length", True), ("stop", False)])
-async def test_an_answer_that_was_cut_is_graded_and_truncated(
-    reason: str, is_truncated: bool
-) -> None:
+async def test_a_cut_answer_is_graded_and_truncated(reason: str, is_truncated: bool) -> None:
     found = await answer(Plain(), ChatAnswer("4", finish_reason=reason))
     assert found == (Score(1.0), is_truncated, 1)

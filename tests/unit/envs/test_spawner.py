@@ -1,4 +1,4 @@
-"""The spawner: which users it starts programs as, and that nothing of a slot is left behind it."""
+"""The spawner: the users that it starts programs as, and the end of all processes of a slot."""
 
 import contextlib
 import os
@@ -52,7 +52,7 @@ class Program:
         return os.read(self._output, 100) == b"begun\n"
 
     def output(self) -> str:
-        """The rest of its output, at its end."""
+        """Wait for its end; return the rest of its output."""
         with os.fdopen(self._output, "rb") as file:
             return file.read().decode()
 
@@ -62,7 +62,7 @@ class Program:
 
 @contextlib.contextmanager
 def started(*words: int) -> Iterator[tuple[Spawner, "subprocess.Popen[bytes]", socket.socket]]:
-    """A spawner with the capabilities that it has in a container; its connection can be closed."""
+    """Start a spawner with its capabilities in a container; yield it and its connection."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     argv = [*CONFINED, sys.executable, "-I", "-S", spawner.__file__, str(theirs.fileno())]
     process = subprocess.Popen([*argv, *map(str, words)], env={}, pass_fds=[theirs.fileno()])
@@ -74,7 +74,7 @@ def started(*words: int) -> Iterator[tuple[Spawner, "subprocess.Popen[bytes]", s
         process.wait(ENDS_WITHIN_S)
 
 
-def test_a_program_runs_as_its_slot_s_user_with_a_large_argv() -> None:
+def test_a_program_runs_as_the_user_of_its_slot_with_a_large_argv() -> None:
     with started(NOBODY, FIRST_UID, NUM_UIDS) as (connection, _, _):
         code = "import os, sys; print(os.getresuid(), os.getgroups(), sum(map(len, sys.argv)))"
         program = Program(connection, FIRST_UID + 1, code, *["x" * 100_000] * 8)
@@ -103,7 +103,7 @@ def test_a_range_with_root_or_the_worker_in_it_is_refused(words: tuple[int, int,
 
 
 @pytest.mark.parametrize("code", [FOREVER, KILLER])
-def test_the_end_of_the_connection_ends_the_slots(code: str) -> None:
+def test_closing_the_connection_ends_the_slots(code: str) -> None:
     with started(NOBODY, FIRST_UID, NUM_UIDS) as (connection, process, ours):
         program = Program(connection, FIRST_UID, code)
         assert program.begun()
@@ -114,7 +114,7 @@ def test_the_end_of_the_connection_ends_the_slots(code: str) -> None:
         assert process.wait(ENDS_WITHIN_S) == 0
 
 
-def test_a_program_that_kills_all_it_can_is_ended() -> None:
+def test_a_program_that_kills_every_process_it_can_is_ended() -> None:
     with started(NOBODY, FIRST_UID, NUM_UIDS) as (connection, _, _):
         program = Program(connection, FIRST_UID, KILLER)
         assert program.begun()
@@ -152,7 +152,7 @@ asyncio.run(main())
 
 
 def worker(code: str) -> "subprocess.Popen[bytes]":
-    """A process that becomes user 65534 and runs `code` in a slot."""
+    """Start a process that becomes user 65534 and runs `code` in a slot."""
     argv = [*CONFINED, sys.executable, "-c", WORKER, code]
     return subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE)
 
@@ -189,6 +189,6 @@ def test_a_program_dies_with_its_worker() -> None:
 
 
 @pytest.mark.parametrize("user", ["no-such-user", "0", "root"])
-def test_a_worker_s_user_is_one_without_rights(user: str) -> None:
+def test_a_worker_cannot_run_as_root_or_an_unknown_user(user: str) -> None:
     with pytest.raises(ConfigError, match=f"--user {user}: "):
         account_of(user)

@@ -1,4 +1,4 @@
-"""Tasks in their order, and tasks from a file."""
+"""The order of tasks, and tasks from a file."""
 
 import itertools
 import sys
@@ -17,7 +17,7 @@ def ids(split: str, seed: int, number: int) -> list[str]:
     return [task.id for task in itertools.islice(rounds(TASKS, split, seed), number)]
 
 
-def test_training_goes_round_for_ever_and_each_round_has_each_task_once() -> None:
+def test_training_repeats_in_rounds_with_each_task_once() -> None:
     found = ids("train", 1, 50)
     assert len(found) == 50
     for start in range(0, 50, 5):
@@ -30,7 +30,7 @@ def test_another_split_has_each_task_once_in_order() -> None:
     assert ids("eval", 7, 99) == list("01234")
 
 
-def test_no_tasks_are_a_mistake_and_not_an_endless_search() -> None:
+def test_an_empty_task_list_is_an_error() -> None:
     with pytest.raises(EnvError, match="no tasks for train"):
         next(rounds([], "train", 0))
 
@@ -50,7 +50,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         read_tasks(tmp_path / "no-such-file")
 
 
-def test_a_json_list_is_read(tmp_path: Path) -> None:
+def test_a_json_list_of_tasks_is_read(tmp_path: Path) -> None:
     path = tmp_path / "tasks.json"
     path.write_text('[{"id": 7, "question": "?"},\n {"question": "!"}]')
     assert read_tasks(str(path)) == [Task("7", {"question": "?"}), Task("2", {"question": "!"})]

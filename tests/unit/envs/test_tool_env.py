@@ -76,7 +76,7 @@ async def test_each_call_of_an_answer_gets_its_result_in_order() -> None:
     assert not transcript.truncated
 
 
-async def test_calls_at_the_limit_of_turns_truncate() -> None:
+async def test_calls_at_the_turn_limit_truncate() -> None:
     again = calling(("c", "double", '{"number": 1}'))
     transcript, server = await work(Doubles(tools=[double], max_turns=2), again, again, "never")
     assert transcript.truncated
@@ -90,7 +90,7 @@ async def test_each_rollout_works_on_its_own_state() -> None:
         assert transcript.data["notes"] == [word]
 
 
-def test_a_tool_without_a_schema_is_known_at_once() -> None:
+def test_a_tool_without_a_schema_is_refused_at_once() -> None:
     with pytest.raises(EnvError, match="has no type hint"):
         Doubles(tools=[untyped])
 

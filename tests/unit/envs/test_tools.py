@@ -75,7 +75,7 @@ async def call(
     )
 
 
-def test_schema_says_types_defaults_bounds_and_what_the_docstring_tells() -> None:
+def test_a_schema_has_types_defaults_bounds_and_the_docstring() -> None:
     spec = Tool(search).spec
     assert spec["type"] == "function"
     function = spec["function"]
@@ -114,7 +114,7 @@ def test_function_without_a_schema_is_refused_in_one_line(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_what_a_tool_encloses_goes_with_it_and_its_schema_is_made_once() -> None:
+def test_a_toolbox_releases_its_closure_and_shares_one_schema() -> None:
     class Browser:
         """A counter of one rollout."""
 
@@ -133,7 +133,7 @@ def test_what_a_tool_encloses_goes_with_it_and_its_schema_is_made_once() -> None
     assert seen() is None
 
 
-def test_a_hint_without_a_hash_is_as_good() -> None:
+def test_an_unhashable_type_hint_is_accepted() -> None:
     def jump(far: Annotated[int, msgspec.Meta(examples=[1, 2])]) -> str:
         return str(far)
 
@@ -141,7 +141,7 @@ def test_a_hint_without_a_hash_is_as_good() -> None:
     assert spec["function"]["parameters"]["properties"]["far"]["examples"] == [1, 2]
 
 
-def test_functions_of_one_decorator_are_not_taken_for_each_other() -> None:
+def test_functions_of_one_decorator_have_their_own_schemas() -> None:
     def logged(function: Callable[..., str]) -> Callable[..., str]:
         @functools.wraps(function)
         def logs(*args: Any, **kwargs: Any) -> str:
@@ -212,7 +212,7 @@ async def test_wrong_arguments_are_returned_to_the_model(arguments: str, why: st
         ).map(json.dumps),
     )
 )
-def test_whatever_a_model_writes_becomes_text(arguments: str) -> None:
+def test_any_arguments_of_a_model_yield_a_text_result(arguments: str) -> None:
     result = asyncio.run(call([search], "search", arguments))
     assert isinstance(result.text, str)
     assert result.failed == result.text.startswith("error: wrong arguments for search: ")
@@ -231,7 +231,7 @@ async def test_unknown_tool_is_answered_with_the_available_ones() -> None:
         (TimeoutError("theirs"), "error: TimeoutError: theirs"),
     ],
 )
-async def test_an_error_of_a_tool_is_returned_to_the_model(error: BaseException, text: str) -> None:
+async def test_a_tools_error_is_returned_to_the_model(error: BaseException, text: str) -> None:
     def broken() -> None:
         raise error
 
@@ -240,15 +240,15 @@ async def test_an_error_of_a_tool_is_returned_to_the_model(error: BaseException,
     assert text in result.text
 
 
-async def test_infrastructures_fault_is_not_the_models() -> None:
+async def test_an_infra_error_of_a_tool_is_not_returned_to_the_model() -> None:
     def broken() -> None:
-        raise InfraError("the database is away")
+        raise InfraError("the database is down")
 
     with pytest.raises(InfraError):
         await call([broken], "broken", "{}")
 
 
-async def test_plain_tool_does_not_hold_the_loop_and_ends_at_its_limit() -> None:
+async def test_a_plain_tool_does_not_block_the_loop_and_ends_at_its_limit() -> None:
     may_end = threading.Event()
 
     def stuck() -> None:
@@ -256,7 +256,7 @@ async def test_plain_tool_does_not_hold_the_loop_and_ends_at_its_limit() -> None
 
     num_before = num_left_behind()
     result = await call([stuck], "stuck", "{}", timeout_s=0.05)
-    # The worker counts it, and makes place for a fresh one where there are many.
+    # The worker counts abandoned threads and is replaced if there are many.
     assert num_left_behind() == num_before + 1
     may_end.set()
     assert result == ToolResult("error: stuck did not end within 0.05 s", failed=True)
@@ -275,7 +275,7 @@ async def test_coroutine_tool_is_cancelled_at_its_limit() -> None:
     assert (result.failed, ended) == (True, [True])
 
 
-async def test_long_result_loses_its_middle() -> None:
+async def test_a_long_result_is_cut_in_the_middle() -> None:
     def much() -> str:
         return "a" * 100 + "b" * 100
 
@@ -283,15 +283,15 @@ async def test_long_result_loses_its_middle() -> None:
     assert result.text == "aaaaaaaaaa\n[... 180 characters left out ...]\nbbbbbbbbbb"
 
 
-async def test_result_that_is_no_utf8_can_be_sent_all_the_same() -> None:
+async def test_a_result_with_surrogates_can_be_sent() -> None:
     def name() -> str:
-        """An error as os.listdir raises it for a file."""
+        """A file name that is not UTF-8, as os.listdir returns it."""
         return b"caf\xe9".decode("utf-8", "surrogateescape")
 
     assert (await call([name], "name", "{}")).text == "caf?"
 
 
-def test_result_that_is_no_text_is_json_or_its_repr() -> None:
+def test_a_result_other_than_text_is_json_or_its_repr() -> None:
     assert as_text({"a": [1, None]}) == '{"a":[1,null]}'
     assert as_text(Place(1)) == '{"x":1,"y":0}'
     assert as_text(object).startswith("<class")

@@ -34,9 +34,12 @@ def fleet(
     num_registered: int = 0,
     bind: str = "tcp://127.0.0.1:0",
 ) -> Iterator[str]:
-    """Yield its address. It answers claims with `error` and appends each message to `received`;
-    `run` has the pipeline's name, and `num_driven` looks show a coordinator of it. The first
-    `num_registered` looks show the pipeline registered and not admitted."""
+    """Yield the scheduler's address.
+
+    It answers claims with `error` and appends each message to `received`. `run` holds the
+    pipeline's name. The first `num_driven` reads show a coordinator of the pipeline, and the first
+    `num_registered` reads show it registered and not admitted.
+    """
     state = FleetState()
     received = [] if received is None else received
     state.add_pipeline(SPEC).phase = phase

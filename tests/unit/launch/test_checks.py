@@ -21,7 +21,7 @@ def model(tmp_path: Path) -> Path:
 
 
 class Server(TestServer):
-    """Answers /model_info, and nothing else."""
+    """A server that answers /model_info only."""
 
     def __init__(self) -> None:
         app = web.Application()
@@ -55,7 +55,7 @@ async def test_a_model_folder_and_engines_that_answer_pass(model: Path, server: 
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-async def test_a_folder_that_lacks_a_part_is_no_model(model: Path, name: str) -> None:
+async def test_an_incomplete_model_folder_is_refused(model: Path, name: str) -> None:
     (model / name).unlink()
     with pytest.raises(ModelError, match=r"model\.path = .* not a model folder: it has no"):
         await check(config_of(model), makes_model=False)
@@ -68,7 +68,7 @@ async def test_a_missing_folder_is_named_with_its_key(tmp_path: Path) -> None:
         await check(config_of(""), makes_model=False)
 
 
-async def test_a_model_that_will_be_made_need_not_be_there(tmp_path: Path) -> None:
+async def test_a_model_that_will_be_made_may_be_missing(tmp_path: Path) -> None:
     config = config_of(tmp_path / "none")
     with pytest.raises(ModelError):
         await check(config, makes_model=False)
@@ -89,7 +89,7 @@ async def test_an_engine_that_does_not_answer_is_named(model: Path) -> None:
         await check(config_of(model, url), makes_model=False)
 
 
-def test_an_address_that_is_no_url_is_named(model: Path) -> None:
+def test_an_invalid_engine_url_is_named(model: Path) -> None:
     with pytest.raises(ValueError, match=r"urls: nonsense: not an http"):
         config_of(model, "nonsense")
 

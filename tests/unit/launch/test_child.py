@@ -1,4 +1,4 @@
-"""The cause of a process's end is reported as far as the system reports it."""
+"""The cause of a process's end is reported, as far as the system records it."""
 
 from pathlib import Path
 

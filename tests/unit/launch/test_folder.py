@@ -64,7 +64,7 @@ def test_every_process_that_was_started_is_recorded(config: Config) -> None:
     assert [row.pid for row in read_pids(folder.path)] == [11, 12]
 
 
-def test_of_very_many_processes_each_launch_and_the_last_are_recorded(
+def test_each_launch_and_the_latest_processes_are_recorded(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_module, "MAX_PIDS", 3)
@@ -75,7 +75,7 @@ def test_of_very_many_processes_each_launch_and_the_last_are_recorded(
     assert [row.pid for row in read_pids(folder.path)] == [100, 7, 8, 9]
 
 
-def test_where_a_process_serves_is_recorded_and_its_successor_replaces_it(config: Config) -> None:
+def test_the_address_of_a_process_is_recorded_and_replaced_by_its_successor(config: Config) -> None:
     folder = RunFolder(config)
     assert read_addresses(folder.path) == {}
     for pid in (11, 12):
@@ -99,14 +99,14 @@ def test_a_run_whose_trainer_wrote_nothing_has_a_summary_too(config: Config) -> 
     assert not list(folder.path.glob("*.part"))
 
 
-def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = Config(run=RunConfig(folder=str(tmp_path / "file")))
     with pytest.raises(ConfigError, match=r"run.folder = .*file: cannot make .*not a directory"):
         RunFolder(config)
 
 
-def test_a_folder_that_is_removed_ends_nothing(config: Config) -> None:
+def test_a_removed_folder_is_reported_and_raises_nothing(config: Config) -> None:
     folder = RunFolder(config)
     shutil.rmtree(folder.path)
     folder.add_pid("router", 1, 0.0)
@@ -115,11 +115,11 @@ def test_a_folder_that_is_removed_ends_nothing(config: Config) -> None:
     assert folder.fault.endswith("summary.json could not be written: no such file or directory")
 
 
-def test_what_is_written_follows_a_folder_that_was_moved(config: Config, tmp_path: Path) -> None:
+def test_writes_follow_a_folder_that_was_moved(config: Config, tmp_path: Path) -> None:
     folder = RunFolder(config)
     assert folder.moved_to() == ""
     folder.path.rename(tmp_path / "moved")
-    RunFolder(config)  # another run has its place now
+    RunFolder(config)  # another run uses the old path now
     assert folder.moved_to() == str(tmp_path / "moved")
     folder.end(RunState.FAILED, "it was moved")
     records = [read_record(tmp_path / name) for name in ("demo", "moved")]
@@ -132,7 +132,7 @@ def resumed(config: Config) -> RunFolder:
     return RunFolder(config, resume=True)
 
 
-def test_a_run_that_goes_on_keeps_what_is_there(config: Config, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_files(config: Config, tmp_path: Path) -> None:
     first = RunFolder(config)
     first.add_pid("launch", 11, 100.0)
     first.add_telemetry(b"{}")
@@ -143,10 +143,10 @@ def test_a_run_that_goes_on_keeps_what_is_there(config: Config, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
     assert [row.pid for row in read_pids(folder.path)] == [11, 12]
     assert (folder.path / "telemetry.jsonl").read_bytes() == b"{}\n"
-    assert not (folder.path / "summary.json").exists()  # it has not ended any more
+    assert not (folder.path / "summary.json").exists()  # it is running again
 
 
-def test_a_run_that_goes_on_leaves_the_settings_it_goes_on_with(config: Config) -> None:
+def test_a_resumed_run_writes_its_new_settings(config: Config) -> None:
     RunFolder(config)
     longer = msgspec.structs.replace(config, trainer=TrainerConfig(num_steps=9))
     resumed(longer)
@@ -154,7 +154,7 @@ def test_a_run_that_goes_on_leaves_the_settings_it_goes_on_with(config: Config) 
 
 
 @pytest.mark.parametrize("has_folder", [False, True])
-def test_there_must_be_a_run_to_go_on_with(config: Config, has_folder: bool) -> None:
+def test_a_folder_without_a_run_is_not_resumed(config: Config, has_folder: bool) -> None:
     if has_folder:
         config.run_folder().mkdir()
     with pytest.raises(ConfigError, match=r"demo: no run to resume; start one without"):
@@ -190,7 +190,7 @@ def test_a_run_that_is_done_has_nothing_to_resume(config: Config) -> None:
     assert status_of(read_record(folder.path), None, 0.0) == RunStatus(RunState.DONE)
 
 
-def test_a_run_that_is_resumed_runs_again(config: Config) -> None:
+def test_a_resumed_run_is_running(config: Config) -> None:
     RunFolder(config).end(RunState.FAILED, "boom")
     folder = resumed(config)
     assert status_of(read_record(folder.path), None, 0.0) == RunStatus(RunState.WAITING)
@@ -224,7 +224,7 @@ def test_a_run_was_cut_off_unless_it_is_done_or_was_stopped(config: Config) -> N
     was_so = [was_cut_off(config)]
     folder = RunFolder(config)
     was_so.append(was_cut_off(config))
-    (folder.path / SUMMARY).write_text('{"num_steps": 3}')  # of a trainer that failed
+    (folder.path / SUMMARY).write_text('{"num_steps": 3}')  # the summary of a failed trainer
     was_so.append(was_cut_off(config))
     for state in (RunState.FAILED, RunState.STOPPED, RunState.DONE):
         folder.end(state)
@@ -232,7 +232,7 @@ def test_a_run_was_cut_off_unless_it_is_done_or_was_stopped(config: Config) -> N
     assert was_so == [False, True, True, True, False, False]
 
 
-def test_a_run_that_goes_on_is_not_moved_aside(config: Config, tmp_path: Path) -> None:
+def test_a_running_run_is_not_moved_aside(config: Config, tmp_path: Path) -> None:
     folder = RunFolder(config)
     with pytest.raises(ConfigError, match=r"demo: another process is using this folder"):
         RunFolder(config)

@@ -1,4 +1,4 @@
-"""The supervision machine: what starts when, what is restarted, and how a run ends."""
+"""The supervision machine: the order of starts, restarts, and the end of a run."""
 
 import random
 
@@ -53,7 +53,7 @@ PLANS = [
 
 
 class MachineDriver:
-    """A machine and its clock."""
+    """A supervision machine and its clock."""
 
     def __init__(self, plans: list[ChildPlan] = PLANS, settings: LaunchConfig = SETTINGS) -> None:
         self.machine = SupervisionMachine(plans, settings)
@@ -87,7 +87,7 @@ def running(driver: MachineDriver) -> MachineDriver:
     return driver
 
 
-def test_a_child_starts_only_when_all_it_needs_is_there(driver: MachineDriver) -> None:
+def test_a_child_starts_only_when_all_its_needs_are_ready(driver: MachineDriver) -> None:
     assert driver.step(TimePassed()) == [
         StartChild("engine"),
         StartChild("router"),
@@ -145,7 +145,7 @@ def test_a_held_child_stops_and_dies_like_any_other() -> None:
     assert again.machine.end == RunEnd(1, "engine exited with code 1")
 
 
-def test_a_task_has_all_the_time_it_needs_but_must_not_fail() -> None:
+def test_a_task_has_no_time_limit_but_must_not_fail() -> None:
     driver = MachineDriver([plan("model", OnDeath.NEXT), plan("engine", OnDeath.END, "model")])
     driver.step(TimePassed())
     assert driver.step(TimePassed(), after_s=1000.0) == []
@@ -167,19 +167,19 @@ def test_a_users_mistake_ends_the_run_with_its_own_line(driver: MachineDriver) -
     assert driver.machine.end == RunEnd(2, "model.path = x: no such folder")
 
 
-def test_what_a_worker_complains_of_when_it_is_started_again_is_a_death_like_others(
+def test_a_user_error_of_a_restarted_worker_counts_as_any_death(
     running: MachineDriver,
 ) -> None:
-    # It has served with these settings: what fails now is around it, and others serve on.
-    complaint = "rollmesh: env = x: module x cannot be imported: OSError: stale file handle"
+    # It has served with these settings, so its environment failed, and other workers still serve.
+    error_line = "rollmesh: env = x: module x cannot be imported: OSError: stale file handle"
     running.step(ChildExited("worker", -9))
     running.step(TimePassed(), after_s=1.0)
-    [note] = running.step(ChildExited("worker", 2, complaint))
+    [note] = running.step(ChildExited("worker", 2, error_line))
     assert isinstance(note, Notice)
     assert note.line.endswith("stale file handle; restart in 1 s")
     running.step(TimePassed(), after_s=1.0)
-    running.step(ChildExited("worker", 2, complaint))
-    reason = f"worker exited with code 2: {complaint}, death 3 within 60 s"
+    running.step(ChildExited("worker", 2, error_line))
+    reason = f"worker exited with code 2: {error_line}, death 3 within 60 s"
     assert running.machine.end == RunEnd(1, reason)
 
 
@@ -203,7 +203,7 @@ def test_a_restarted_worker_that_does_not_report_is_killed_alone(
 
 
 @pytest.mark.parametrize("role", ["engine", "router"])
-def test_the_death_of_what_cannot_be_replaced_ends_the_run(
+def test_the_death_of_an_irreplaceable_process_ends_the_run(
     running: MachineDriver, role: str
 ) -> None:
     running.step(ChildExited(role, -9))
@@ -219,7 +219,7 @@ def test_a_trainer_that_dies_is_started_again_beside_all_others(
     assert running.machine.end is None
 
 
-def test_a_trainer_that_is_done_ends_the_run_well(running: MachineDriver) -> None:
+def test_a_finished_trainer_ends_the_run_successfully(running: MachineDriver) -> None:
     actions = running.step(ChildExited("trainer", 0))
     assert running.machine.end == RunEnd(0, "done")
     assert actions == [
@@ -253,15 +253,15 @@ def test_a_crash_loop_ends_the_run_with_the_reason(running: MachineDriver, role:
 
 
 @pytest.fixture
-def crew() -> MachineDriver:
-    """Two workers, as the router knows them."""
+def workers() -> MachineDriver:
+    """Two replaceable workers."""
     driver = MachineDriver([worker_plan("w0"), worker_plan("w1")])
     driver.run_all()
     return driver
 
 
 def wait(driver: MachineDriver, seconds: int, *beating: str) -> list[Action]:
-    """Let time pass, a second at a time, with heartbeats of these children alone."""
+    """Advance by `seconds`, one at a time, with heartbeats of the children `beating` only."""
     actions = []
     for _ in range(seconds):
         actions += driver.step(TimePassed(), after_s=1.0)
@@ -271,7 +271,7 @@ def wait(driver: MachineDriver, seconds: int, *beating: str) -> list[Action]:
 
 
 @pytest.mark.parametrize("role", ["worker", "trainer", "page"])
-def test_a_process_whose_heartbeats_stop_is_shown_then_killed_and_started_again(
+def test_a_process_whose_heartbeats_stop_is_reported_killed_and_restarted(
     running: MachineDriver, role: str
 ) -> None:
     others = [each for each in running.machine.children if each != role]
@@ -279,7 +279,7 @@ def test_a_process_whose_heartbeats_stop_is_shown_then_killed_and_started_again(
     [note] = wait(running, 89, *others)
     assert isinstance(note, Notice)
     assert note.line.startswith(f"{role} has not responded for 30 s")
-    assert wait(running, 5, *others) == [KillChild(role)], "once"
+    assert wait(running, 5, *others) == [KillChild(role)], "one kill only"
     exited = running.step(ChildExited(role, -9))
     assert exited[-1] == Notice(f"{role} was killed: no heartbeat for 90 s; restart in 0.5 s")
     assert wait(running, 1, *others) == [StartChild(role)]
@@ -287,7 +287,7 @@ def test_a_process_whose_heartbeats_stop_is_shown_then_killed_and_started_again(
     assert wait(running, 300, *others) == [], "its successor has not sent one yet"
 
 
-def test_a_process_that_answers_again_in_time_is_left_alone(running: MachineDriver) -> None:
+def test_a_process_whose_heartbeats_resume_in_time_is_not_killed(running: MachineDriver) -> None:
     running.step(HeartbeatReceived("worker"))
     wait(running, 80)
     assert running.step(HeartbeatReceived("worker")) == [Notice("worker responds again after 80 s")]
@@ -312,30 +312,30 @@ def test_heartbeats_are_not_watched_where_that_is_switched_off() -> None:
     assert wait(driver, 1000) == []
 
 
-def test_a_workers_exit_and_its_cause_are_reported_to_the_router(crew: MachineDriver) -> None:
+def test_a_workers_exit_and_its_cause_are_reported_to_the_router(workers: MachineDriver) -> None:
     death = ChildExited("w0", -9, "", 41, "killed by signal 9")
-    assert crew.step(death)[0] == NotifyRouter("w0", 41, "killed by signal 9")
+    assert workers.step(death)[0] == NotifyRouter("w0", 41, "killed by signal 9")
 
 
 def test_other_exits_and_those_at_a_runs_end_are_not_reported_to_the_router(
-    running: MachineDriver, crew: MachineDriver
+    running: MachineDriver, workers: MachineDriver
 ) -> None:
     actions = running.step(ChildExited("trainer", 1, "", 41, "exit code 1"))
-    crew.step(StopRequested())
-    actions += crew.step(ChildExited("w0", 0, "", 41, "exit code 0"))
+    workers.step(StopRequested())
+    actions += workers.step(ChildExited("w0", 0, "", 41, "exit code 0"))
     assert not any(isinstance(each, NotifyRouter) for each in actions)
 
 
-def test_lack_of_memory_is_shown_to_the_user(crew: MachineDriver) -> None:
-    notes = crew.step(ChildExited("w0", -9, "", 41, OUT_OF_MEMORY))
+def test_lack_of_memory_is_shown_to_the_user(workers: MachineDriver) -> None:
+    notes = workers.step(ChildExited("w0", -9, "", 41, OUT_OF_MEMORY))
     assert notes[-1] == Notice("w0 ran out of memory; restart in 0.5 s")
 
 
-def test_a_drained_worker_stays_away_and_the_run_goes_on(crew: MachineDriver) -> None:
-    actions = crew.step(ChildExited("w0", 0, "", 41, "exit code 0"))
+def test_a_drained_worker_is_not_restarted_and_the_run_continues(workers: MachineDriver) -> None:
+    actions = workers.step(ChildExited("w0", 0, "", 41, "exit code 0"))
     assert actions[-1] == Notice("w0 was drained and is not restarted")
-    assert crew.step(TimePassed(), after_s=100.0) == []
-    assert (crew.state("w0"), crew.mesh()) == (ChildState.GONE, MeshState.RUNNING)
+    assert workers.step(TimePassed(), after_s=100.0) == []
+    assert (workers.state("w0"), workers.mesh()) == (ChildState.GONE, MeshState.RUNNING)
 
 
 def test_a_crash_while_an_environment_loads_names_it() -> None:
@@ -351,15 +351,15 @@ def test_a_crash_while_an_environment_loads_names_it() -> None:
     assert notes[-1] == Notice("w0 was killed by signal 11; restart in 1 s")
 
 
-def test_a_run_whose_last_worker_was_drained_says_that_none_is_left(crew: MachineDriver) -> None:
-    crew.step(ChildExited("w0", 0, "", 41, "exit code 0"))
-    [*_, note] = crew.step(ChildExited("w1", 0, "", 42, "exit code 0"))
+def test_a_run_reports_that_its_last_worker_was_drained(workers: MachineDriver) -> None:
+    workers.step(ChildExited("w0", 0, "", 41, "exit code 0"))
+    [*_, note] = workers.step(ChildExited("w1", 0, "", 42, "exit code 0"))
     assert isinstance(note, Notice)
     assert "this run has no worker left" in note.line
 
 
 @pytest.mark.parametrize("role", ["trainer", "worker", "page"])
-def test_a_process_that_was_stopped_by_a_signal_of_another_is_started_again(
+def test_a_process_interrupted_by_a_foreign_signal_is_restarted(
     running: MachineDriver, role: str
 ) -> None:
     [note] = running.step(ChildExited(role, INTERRUPTED, "a warning of some library"))
@@ -369,28 +369,28 @@ def test_a_process_that_was_stopped_by_a_signal_of_another_is_started_again(
     assert running.machine.end is None
 
 
-def test_a_worker_that_was_stopped_by_a_signal_of_another_has_a_successor(
-    crew: MachineDriver,
+def test_a_worker_interrupted_by_a_foreign_signal_is_replaced(
+    workers: MachineDriver,
 ) -> None:
-    crew.step(ChildExited("w0", INTERRUPTED, "", 41, "exit code 130"))
-    assert crew.step(TimePassed(), after_s=0.6) == [StartChild("w0")]
+    workers.step(ChildExited("w0", INTERRUPTED, "", 41, "exit code 130"))
+    assert workers.step(TimePassed(), after_s=0.6) == [StartChild("w0")]
 
 
-def test_a_worker_that_recycled_itself_has_a_successor_at_once(crew: MachineDriver) -> None:
+def test_a_worker_that_recycled_itself_is_replaced_at_once(workers: MachineDriver) -> None:
     for _ in range(2 * SETTINGS.max_restarts):
-        crew.step(TimePassed(), after_s=SETTINGS.min_recycle_s)
-        actions = crew.step(ChildExited("w0", RECYCLED, "600 MB", 41, "exit code 75"))
+        workers.step(TimePassed(), after_s=SETTINGS.min_recycle_s)
+        actions = workers.step(ChildExited("w0", RECYCLED, "600 MB", 41, "exit code 75"))
         assert actions[1:] == [Notice("w0 recycled itself: 600 MB"), StartChild("w0")]
-        crew.step(ChildReady("w0"))
-    assert crew.machine.end is None
+        workers.step(ChildReady("w0"))
+    assert workers.machine.end is None
 
 
-def test_a_worker_that_does_nothing_but_recycle_itself_ends_the_run(crew: MachineDriver) -> None:
+def test_a_worker_that_does_nothing_but_recycle_itself_ends_the_run(workers: MachineDriver) -> None:
     for _ in range(SETTINGS.max_restarts + 1):
-        crew.step(ChildExited("w0", RECYCLED, "600 MB", 41, "exit code 75"))
-        crew.step(TimePassed(), after_s=5.0)
-    assert crew.machine.end
-    assert crew.machine.end.reason.endswith("600 MB, death 3 within 60 s")
+        workers.step(ChildExited("w0", RECYCLED, "600 MB", 41, "exit code 75"))
+        workers.step(TimePassed(), after_s=5.0)
+    assert workers.machine.end
+    assert workers.machine.end.reason.endswith("600 MB, death 3 within 60 s")
 
 
 def test_deaths_far_apart_are_no_crash_loop(running: MachineDriver) -> None:
@@ -403,7 +403,7 @@ def test_deaths_far_apart_are_no_crash_loop(running: MachineDriver) -> None:
     assert running.machine.end is None
 
 
-def test_a_run_goes_on_without_a_page_that_keeps_dying(running: MachineDriver) -> None:
+def test_a_run_continues_without_a_page_that_keeps_dying(running: MachineDriver) -> None:
     for _ in range(SETTINGS.max_restarts + 1):
         running.step(ChildExited("page", 1))
         running.step(TimePassed(), after_s=5.0)
@@ -435,7 +435,7 @@ def test_a_slow_trainer_does_not_use_up_the_others_time(running: MachineDriver) 
     assert len(running.step(TimePassed(), after_s=0.2)) == 4
 
 
-def test_what_still_runs_when_time_is_up_is_killed(running: MachineDriver) -> None:
+def test_children_that_still_run_after_the_stop_timeout_are_killed(running: MachineDriver) -> None:
     running.step(StopRequested())
     running.step(ChildExited("trainer", 0))
     running.step(ChildExited("engine", 0))
@@ -469,7 +469,7 @@ def test_a_stop_while_starting_starts_nothing_more(driver: MachineDriver) -> Non
     assert driver.state("worker") is ChildState.GONE
 
 
-def test_a_stop_before_anything_started_is_the_end() -> None:
+def test_a_stop_before_anything_started_ends_the_run() -> None:
     driver = MachineDriver()
     driver.step(StopRequested())
     assert driver.mesh() is MeshState.ENDED
@@ -513,7 +513,7 @@ def test_every_sequence_of_events_ends_with_every_child_gone(seed: int) -> None:
 
 
 def some_event(chance: random.Random, alive: set[str], is_late: bool) -> Event:
-    """Possible next events of the processes in `alive`, which loses those that end."""
+    """Return a random event; remove a process that it ends from `alive`."""
     dice = chance.random()
     if is_late and dice < 0.1:
         return StopRequested()

@@ -1,4 +1,4 @@
-"""The user reads faults and recoveries on the terminal while the run goes on."""
+"""Faults and recoveries are shown on the terminal during the run."""
 
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,12 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def log_row(folder: RunFolder, **changes: Any) -> None:
-    """A line of the trainer's log."""
+    """Append a line to the trainer's log."""
     with (folder.logs / "trainer.log").open("ab") as file:
         file.write(msgspec.json.encode(ROW | changes) + b"\n")
 
 
-def test_an_error_of_the_trainer_is_shown_once(folder: RunFolder) -> None:
+def test_a_trainers_error_is_shown_once(folder: RunFolder) -> None:
     errors = ErrorTail(folder)
     assert errors.new() == []
     log_row(folder)
@@ -68,7 +68,7 @@ def test_a_full_disk_is_reported_by_launch_itself(folder: RunFolder) -> None:
     assert errors.new() == []
 
 
-def test_a_warning_that_says_why_and_what_to_do_is_shown(folder: RunFolder) -> None:
+def test_a_warning_with_a_reason_and_a_remedy_is_shown(folder: RunFolder) -> None:
     errors = ErrorTail(folder)
     log_row(folder, level="warning", error="", why="no group differs", fix="check the rewards")
     assert errors.new() == ["the trainer: no group differs; check the rewards"]
@@ -79,7 +79,7 @@ def pulse(**worker: Any) -> Telemetry:
 
 
 def failed(line: int, error: str = "agent_error: ValueError: no") -> dict[str, Any]:
-    """A worker's row after a rollout failed in this line of the environment."""
+    """Fields of a worker's row after a rollout failed at this line of the environment."""
     place = {"kind": "ValueError", "file": "/h/my_env.py", "line": line, "function": "run"}
     last_error = f"{error} (my_env.py:{line} in run)"
     return {"last_error": last_error, "last_place": place, "last_task_id": f"t{line}"}
@@ -98,7 +98,7 @@ def test_a_failed_rollout_is_shown_once_with_its_place_task_and_log(folder: RunF
     assert len(failures.new(pulse(**failed(16)))) == 1
     for line in range(99):
         failures.new(pulse(**failed(line)))
-    assert failures.new(pulse(**failed(MAX_PLACES + 99))) == [], "a terminal is not a log"
+    assert failures.new(pulse(**failed(MAX_PLACES + 99))) == [], "the number of places is bounded"
 
 
 def test_failures_without_a_place_are_distinguished_by_their_kind(folder: RunFolder) -> None:
@@ -152,7 +152,7 @@ def test_restarts_from_before_launch_began_are_not_shown(tmp_path: Path) -> None
     assert recoveries.new() == [notice]
 
 
-def test_a_line_of_another_kind_is_skipped(tmp_path: Path) -> None:
+def test_a_line_of_another_format_is_skipped(tmp_path: Path) -> None:
     recoveries = RecoveryTail(tmp_path)
     (tmp_path / "recoveries.jsonl").write_bytes(b"{}\n")
     add(tmp_path)

@@ -29,7 +29,7 @@ WAITING = LaunchConfig(scheduler_wait_s=60.0, scheduler_timeout_s=0.5)
 HASTY = LaunchConfig(scheduler_wait_s=0.0, scheduler_timeout_s=0.1, release_timeout_s=0.1)
 
 
-def test_a_pipeline_with_as_many_engines_as_workers_may_begin_and_no_other() -> None:
+def test_a_pipeline_needs_as_many_engines_as_generation_workers() -> None:
     with fleet() as address:
         check_share(Share(address, "math"), 2, SETTINGS)
         with pytest.raises(ConfigError, match="3 engines where the scheduler has 2 generation"):
@@ -39,7 +39,7 @@ def test_a_pipeline_with_as_many_engines_as_workers_may_begin_and_no_other() -> 
 @pytest.mark.parametrize(
     ("pipeline", "num_engines", "phase", "line"),
     [
-        ("nobody", 2, PipelinePhase.ADMITTED, "--pipeline nobody: .*nobody"),
+        ("unknown", 2, PipelinePhase.ADMITTED, "--pipeline unknown: .*unknown"),
         ("math", 1, PipelinePhase.ADMITTED, "engine.num_embedded, engine.urls: 1 engines where"),
         ("math", 2, PipelinePhase.REGISTERED, "`rollmesh scheduler admit math` first"),
     ],
@@ -51,7 +51,7 @@ def test_a_share_that_cannot_work_is_refused_in_one_line(
         check_share(Share(address, pipeline), num_engines, SETTINGS)
 
 
-def test_a_pipeline_that_is_admitted_a_little_later_is_waited_for_with_one_line(
+def test_launch_waits_with_one_line_for_a_pipeline_to_be_admitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pipeline, "RESEND_S", 0.05)
@@ -63,7 +63,7 @@ def test_a_pipeline_that_is_admitted_a_little_later_is_waited_for_with_one_line(
     assert "waiting up to 60 s" in line
 
 
-def test_a_scheduler_that_comes_up_a_little_later_is_waited_for(
+def test_launch_waits_for_the_scheduler_to_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pipeline, "RESEND_S", 0.05)
@@ -89,7 +89,7 @@ def test_a_silent_scheduler_is_an_address_error(monkeypatch: pytest.MonkeyPatch)
 def test_a_pipeline_that_is_driven_without_a_claim_is_not_started_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two coordinators of one name would have engines of both on the same GPUs."""
+    """Two coordinators of one name would place the engines of both on the same GPUs."""
     monkeypatch.setattr(pipeline, "RESEND_S", 0.1)
     line = "--pipeline math: another run has that name and is running"
     with fleet(num_driven=1000) as address, pytest.raises(ConfigError, match=line):
@@ -98,24 +98,29 @@ def test_a_pipeline_that_is_driven_without_a_claim_is_not_started_twice(
 
 def test_a_pipeline_whose_driver_has_just_died_may_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "RESEND_S", 0.1)
-    with fleet(num_driven=3) as address:
+    received: list[AnyMessage] = []
+    with fleet(num_driven=3, received=received) as address:
         check_share(Share(address, "math"), 2, SETTINGS)
+    assert len(received) >= 4
 
 
-def test_a_claimed_pipeline_is_left_to_the_claim_to_check() -> None:
-    with fleet(num_driven=1000, run=RunClaim("dead", "h", 7)) as address:
+def test_the_driver_of_a_claimed_pipeline_is_not_checked() -> None:
+    received: list[AnyMessage] = []
+    run = RunClaim("dead", "h", 7)
+    with fleet(num_driven=1000, received=received, run=run) as address:
         check_share(Share(address, "math"), 2, SETTINGS)
+    assert {type(each) for each in received} == {ReadScheduler}
 
 
 PATIENCE_S = 60.0
 FREE_PID = 4_194_304
-"""Above any pid of Linux."""
+"""Above the largest pid of Linux."""
 SHARE = Share("tcp://127.0.0.1:1", "math")
 
 
 @contextmanager
 def process(mark: str = "") -> Iterator[psutil.Process]:
-    """A process with that mark, which waits to be ended."""
+    """Run a process with that mark until it is killed."""
     argv = [sys.executable, "-I", "-S", "-c", "input()"]
     environment = os.environ | {MARK_VARIABLE: mark} if mark else None
     with subprocess.Popen(argv, stdin=subprocess.PIPE, env=environment) as started:
@@ -124,7 +129,7 @@ def process(mark: str = "") -> Iterator[psutil.Process]:
 
 
 def claimed(received: list[AnyMessage]) -> list[tuple[str, str]]:
-    """(claiming run, replaced run) of each claim."""
+    """Return (claiming run, replaced run) of each claim."""
     asked = [each for each in received if isinstance(each, ClaimPipeline)]
     return [(each.run.run_id if each.run else "", each.after) for each in asked]
 
@@ -134,13 +139,13 @@ def ours(tmp_path: Path) -> RunClaim:
     return new_claim(SHARE, new_mark("test"), tmp_path, owns_engines=True)
 
 
-def dead_run(runs: Path, mark: str, launch: int, life: str = "0") -> RunClaim:
-    """The claim of a run whose launch has ended, with its record."""
+def dead_run(runs: Path, mark: str, launch: int, start: str = "0") -> RunClaim:
+    """Write the record of a run whose launch has ended; return its claim."""
     run = new_claim(SHARE, mark, runs, owns_engines=True)
     record = Path(run.record)
-    record_fields = msgspec.json.decode(record.read_bytes()) | {"pid": launch, "life": life}
+    record_fields = msgspec.json.decode(record.read_bytes()) | {"pid": launch, "life": start}
     record.write_bytes(msgspec.json.encode(record_fields))
-    return msgspec.structs.replace(run, pid=launch, life=life)
+    return msgspec.structs.replace(run, pid=launch, life=start)
 
 
 def test_a_free_name_is_claimed_and_released_and_no_record_is_left(
@@ -156,7 +161,7 @@ def test_a_free_name_is_claimed_and_released_and_no_record_is_left(
     assert list((tmp_path / ".claims").iterdir()) == []
 
 
-def test_a_mark_is_in_no_message(ours: RunClaim) -> None:
+def test_no_message_contains_the_mark(ours: RunClaim) -> None:
     mark = msgspec.json.decode(Path(ours.record).read_bytes())["mark"]
     received: list[AnyMessage] = []
     with fleet(received=received) as address:
@@ -174,14 +179,12 @@ def test_processes_of_a_dead_run_are_ended_before_its_name_is_claimed(
         with fleet(received=received, run=dead) as address:
             claim_name(Share(address, "math"), ours, SETTINGS)
         assert psutil.wait_procs([left], PATIENCE_S)[0] == [left]
-        assert launch.is_running(), "its pid is another process's by now"
+        assert launch.is_running(), "its pid belongs to another process now"
     assert claimed(received) == [(ours.run_id, dead.run_id)]
     assert not Path(dead.record).exists()
 
 
-def test_a_process_that_began_before_the_launch_is_not_the_runs(
-    ours: RunClaim, tmp_path: Path
-) -> None:
+def test_a_process_older_than_the_launch_is_not_ended(ours: RunClaim, tmp_path: Path) -> None:
     mark = new_mark("test")
     with process(f"{mark}/engine-0.1") as other:
         later = str(int(start_ticks(other.pid)) + 1)
@@ -268,7 +271,7 @@ def test_of_two_claims_the_second_is_refused_with_the_schedulers_error(ours: Run
         claim_name(Share(address, "math"), ours, SETTINGS)
 
 
-def test_a_scheduler_that_does_not_answer_at_the_end_is_no_fault_and_the_remedy_is_named(
+def test_an_unanswered_release_is_no_error_and_names_the_remedy(
     ours: RunClaim,
 ) -> None:
     line = release_name(SHARE, ours, HASTY)
@@ -276,7 +279,7 @@ def test_a_scheduler_that_does_not_answer_at_the_end_is_no_fault_and_the_remedy_
     assert Path(ours.record).exists(), "the next run needs it"
 
 
-def test_a_scheduler_that_has_gone_meanwhile_is_reported(
+def test_a_scheduler_that_does_not_answer_a_claim_is_reported(
     ours: RunClaim,
 ) -> None:
     with pytest.raises(AddressError, match="no answer within"):

@@ -25,7 +25,7 @@ def by_role(plans: list[ChildPlan]) -> dict[str, ChildPlan]:
     return {plan.role: plan for plan in plans}
 
 
-def test_a_mesh_has_engines_a_router_workers_a_trainer_and_a_page() -> None:
+def test_a_plan_has_engines_a_router_workers_a_trainer_and_a_page() -> None:
     plans = by_role(plan_mesh(CONFIG, PATH))
     workers = ["worker-0", "worker-1", "worker-2"]
     assert list(plans) == ["engine-0", "router", *workers, "trainer", "dashboard"]
@@ -34,7 +34,7 @@ def test_a_mesh_has_engines_a_router_workers_a_trainer_and_a_page() -> None:
     assert plans["trainer"].on_death is OnDeath.FINISH
 
 
-def test_the_router_learns_the_engine_before_it_is_up() -> None:
+def test_the_router_starts_before_the_engine_with_its_address() -> None:
     router = by_role(plan_mesh(CONFIG, PATH))["router"]
     assert router.needs == ()
     assert fill(router.argv, {"engine-0": "http://h:1"})[-2:] == ["--engine", "http://h:1"]
@@ -50,7 +50,7 @@ def test_an_engine_that_dies_does_not_end_the_run() -> None:
     assert by_role(plan_mesh(CONFIG, PATH))["engine-0"].on_death is OnDeath.RESTART
 
 
-def test_a_users_engines_take_the_place_of_the_embedded_one() -> None:
+def test_a_users_engines_replace_the_embedded_one() -> None:
     config = Config(engine=EngineConfig(urls=("http://a:1", "http://b:2")))
     plans = by_role(plan_mesh(config, PATH))
     assert not any(role.startswith("engine") for role in plans)
@@ -58,14 +58,14 @@ def test_a_users_engines_take_the_place_of_the_embedded_one() -> None:
     assert words[-4:] == ("--engine", "http://a:1", "--engine", "http://b:2")
 
 
-def test_what_needs_the_model_waits_until_it_is_made() -> None:
+def test_roles_that_need_the_model_wait_until_it_is_made() -> None:
     plans = by_role(plan_mesh(CONFIG, PATH, make_model=("make-model", "some/model")))
     waiting = [role for role, plan in plans.items() if "warm-start" in plan.gate]
     assert waiting == ["engine-0", "worker-0", "worker-1", "worker-2", "trainer"]
     assert not plans["warm-start"].reports
 
 
-def test_the_page_may_be_left_out() -> None:
+def test_the_page_may_be_disabled() -> None:
     config = Config(dashboard=DashboardConfig(enabled=False))
     assert "dashboard" not in by_role(plan_mesh(config, PATH))
 
@@ -103,16 +103,16 @@ def test_every_need_names_a_role() -> None:
     assert {role for plan in plans.values() for role in (*plan.needs, *plan.gate)} <= plans.keys()
 
 
-def test_only_whole_arguments_are_filled_in() -> None:
+def test_only_whole_arguments_are_replaced() -> None:
     assert fill(("a{b}", "{b}"), {"b": "tcp://x"}) == ["a{b}", "tcp://x"]
 
 
 def test_an_unknown_address_is_a_bug() -> None:
     with pytest.raises(KeyError):
-        fill(("{nobody}",), {})
+        fill(("{unknown}",), {})
 
 
-def test_engines_of_a_run_that_goes_on_begin_with_its_newest_weights() -> None:
+def test_engines_of_a_resumed_run_start_with_its_newest_weights() -> None:
     plans = by_role(
         plan_mesh(CONFIG, PATH, resumed=StartWeights(Path("runs/mesh/weights/v000007"), 7))
     )
@@ -122,16 +122,16 @@ def test_engines_of_a_run_that_goes_on_begin_with_its_newest_weights() -> None:
     assert engine.again[:4] == ("--model-dir", "some/model", "--weight-version", "0")
 
 
-def test_an_engine_that_is_started_again_begins_with_the_newest_weights_of_the_run() -> None:
+def test_a_restarted_engine_starts_with_the_newest_weights_of_the_run() -> None:
     again = by_role(plan_mesh(CONFIG, PATH))["engine-0"].again
     assert again[-2:] == ("--newest-of", "runs/mesh/weights")
 
 
-def test_weights_that_were_never_published_sample_nothing_for_a_run_that_goes_on() -> None:
+def test_a_resumed_run_does_not_sample_from_unpublished_weights() -> None:
     new, again = (by_role(plan_mesh(CONFIG, PATH, resumed=each)) for each in (None, EARLIER))
     assert "--least-version" not in new["router"].argv
     assert " --least-version 1 " in " ".join(again["router"].argv)
-    assert again["trainer"].argv == new["trainer"].argv  # what is there, it finds itself
+    assert again["trainer"].argv == new["trainer"].argv  # the trainer finds its checkpoint itself
 
 
 FILES = ("config.json", "tokenizer.json", "model.safetensors")
@@ -151,11 +151,11 @@ def write(folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_a_run_that_published_nothing_begins_with_its_model(unpublished: Config) -> None:
+def test_a_run_that_published_nothing_starts_with_its_model(unpublished: Config) -> None:
     assert start_weights(unpublished) == StartWeights(Path("the/model"), 0)
 
 
-def test_the_newest_folder_that_is_a_whole_model_counts(unpublished: Config) -> None:
+def test_the_newest_folder_with_a_complete_model_is_used(unpublished: Config) -> None:
     weights = unpublished.run_folder() / "weights"
     write(weights / "v000009", *FILES)
     newest = write(weights / "v000010", *FILES)

@@ -16,7 +16,7 @@ def telemetry(time_s: float, calls: int, cpu_s: float = 0.0, worker: str = "w") 
     return Telemetry(time_s, [ProcessSample("router", 7, 100, cpu_s)], {"workers": [worker_row]})
 
 
-def test_nothing_is_claimed_before_the_first_step() -> None:
+def test_no_figures_are_shown_before_the_first_step() -> None:
     progress = RunProgress(num_steps=10)
     progress.add([row(-1, reward_untrained=0.66, success_untrained=0.5)])
     assert (progress.reward_untrained, progress.success_untrained) == (0.66, 0.5)
@@ -33,13 +33,13 @@ def test_reward_and_success_are_means_of_the_last_ten_steps() -> None:
     assert progress.num_done == 30
 
 
-def test_success_is_not_shown_once_a_step_does_not_know_it() -> None:
+def test_success_is_not_shown_after_a_step_without_it() -> None:
     progress = RunProgress(num_steps=100)
     progress.add([row(0, reward=1.0, success=1.0), row(1, reward=0.5)])
     assert (progress.reward(), progress.success()) == (0.75, None)
 
 
-def test_the_time_left_follows_the_pace() -> None:
+def test_the_remaining_time_follows_the_pace() -> None:
     progress = RunProgress(num_steps=100)
     progress.add(row(step, success=0.5) for step in range(30))
     assert progress.seconds_left() == 2.0 * 70
@@ -80,7 +80,7 @@ def test_cpu_is_the_share_of_a_core_between_samples() -> None:
     assert cpu_shares(Telemetry(0.0, [], None), after) == {}
 
 
-def test_steps_that_are_done_again_count_once() -> None:
+def test_repeated_steps_count_once() -> None:
     progress = RunProgress(num_steps=10)
     progress.add([row(step, success=0.5, age_histogram={"0": 4}) for step in range(5)])
     progress.start_over()

@@ -36,7 +36,7 @@ def telemetry(time_s: float, calls: int, cpu_s: float) -> Telemetry:
 
 @pytest.fixture
 def data(tmp_path: Path) -> ScreenData:
-    """A run in mid-flight."""
+    """The figures of a running run."""
     folder = RunFolder(Config(run=RunConfig(name="demo", folder=str(tmp_path))))
     plans = [ChildPlan(role="router", argv=("x",), on_death=OnDeath.END)]
     supervisor = Supervisor(MeshPlan(plans, {}, "launch.1"), LaunchConfig(), folder, FakeClock())
@@ -98,7 +98,7 @@ def with_engine(sample: Telemetry, phase: str) -> Telemetry:
     ("phases", "is_shown"),
     [
         (("fenced", "joining"), True),
-        (("ready", "fenced"), False),  # perhaps for a moment
+        (("ready", "fenced"), False),  # it may be fenced for a moment only
         (("fenced", "ready"), False),
         (("asleep", "asleep"), False),
         (("gone", "gone"), False),
@@ -123,7 +123,7 @@ def test_the_live_view_shows_the_latest_notes(data: ScreenData) -> None:
     assert "note 4" not in text
 
 
-def test_the_plain_view_prints_a_line_now_and_then(
+def test_the_plain_view_prints_a_line_at_intervals(
     data: ScreenData, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with PlainScreen(data) as screen:
@@ -196,7 +196,7 @@ def test_groups_with_equal_rewards_are_shown(
     assert f"equal groups {shown}" in capsys.readouterr().out
 
 
-def test_success_is_shown_behind_the_reward_where_it_is_known(data: ScreenData) -> None:
+def test_success_is_shown_after_the_reward_if_known(data: ScreenData) -> None:
     assert "success" not in text_of(paint(data, elapsed_s=65.0))
     progress = RunProgress(num_steps=200)
     for row in (
@@ -219,7 +219,7 @@ def test_a_reward_is_shown_with_the_digits_that_it_has(value: float | None, text
     assert reward(value) == text
 
 
-def test_masked_samples_are_shown_where_there_are_any(data: ScreenData) -> None:
+def test_masked_samples_are_shown_if_there_are_any(data: ScreenData) -> None:
     assert "masked" not in line(data) + text_of(paint(data, elapsed_s=65.0))
     row = {"time_s": 41.0, "step": 20, "reward": 0.1, "num_samples": 4096, "num_masked": 12}
     data.progress.add([msgspec.json.encode(row)])

@@ -11,7 +11,7 @@ MOMENT_S = 0.5
 
 
 def received(hub: Hub, within_s: float) -> list[object]:
-    """Return the first messages."""
+    """Return the messages of the first wake-up."""
     wait([hub], None, within_s)
     return [packet.message for _, packet in hub.receive()]
 

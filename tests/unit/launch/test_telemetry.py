@@ -24,7 +24,7 @@ from rollmesh.testing.clock import FakeClock
 
 
 class FakeSupervisor(Supervisor):
-    """A supervisor whose processes are set by the test."""
+    """A supervisor whose processes the test sets."""
 
     running: dict[str, int]
 
@@ -42,7 +42,7 @@ def children() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 @pytest.mark.usefixtures("young_heap")
-async def test_a_process_that_is_gone_is_no_longer_measured(
+async def test_an_ended_process_is_no_longer_measured(
     tmp_path: Path, children: list[subprocess.Popen[bytes]]
 ) -> None:
     folder = RunFolder(Config(run=RunConfig(name="demo", folder=str(tmp_path))))
@@ -68,7 +68,7 @@ WORKERS = {"workers": [{"worker_id": "w0"}]}
 
 
 class Router(BaseHTTPRequestHandler):
-    """Refuses the first request, answers the second."""
+    """A router that refuses the first request and answers the second."""
 
     asked: ClassVar[list[tuple[str, str | None]]] = []
     answered = threading.Event()

@@ -1,4 +1,4 @@
-"""The scripted agent: what it says, in which tokens, and where it goes on."""
+"""The scripted agent: its texts, their tokens, and its place in the script."""
 
 from pathlib import Path
 
@@ -33,8 +33,8 @@ def agent(tokenizer: Tokenizer) -> ScriptedAgent:
     return ScriptedAgent(tokenizer, steps(LOOK, DONE, aside=TITLE))
 
 
-def speak(agent: ScriptedAgent, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The whole turn after `prompt`."""
+def turn_of(agent: ScriptedAgent, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Return the tokens of the agent's turn after `prompt`."""
     context = tokenizer.encode(prompt)
     num_before = len(context)
     while context[-1] != tokenizer.convert_tokens_to_ids("<|im_end|>"):
@@ -42,37 +42,43 @@ def speak(agent: ScriptedAgent, tokenizer: Tokenizer, prompt: str) -> list[int]:
     return context[num_before:]
 
 
-def test_calls_come_in_their_marks_and_the_script_goes_on_after_each_result(
+def test_tool_calls_have_their_markers_and_the_script_continues_after_each_result(
     agent: ScriptedAgent, tokenizer: Tokenizer
 ) -> None:
-    first = speak(agent, tokenizer, TOOLS + OPENING)
+    first = turn_of(agent, tokenizer, TOOLS + OPENING)
     assert tokenizer.decode(first) == LOOKED
     assert tokenizer.convert_tokens_to_ids("<tool_call>") in first
     history = TOOLS + OPENING + LOOKED + "\n<|im_start|>user\na.txt<|im_end|>\n"
-    second = speak(agent, tokenizer, history + "<|im_start|>assistant\n")
+    second = turn_of(agent, tokenizer, history + "<|im_start|>assistant\n")
     assert tokenizer.decode(second) == "All done, all fine.<|im_end|>"
 
 
-def test_no_tokenizer_would_cut_the_texts_so(agent: ScriptedAgent, tokenizer: Tokenizer) -> None:
-    said = speak(agent, tokenizer, TOOLS + OPENING)
-    assert said != tokenizer.encode(tokenizer.decode(said))
-
-
-def test_a_scene_without_tools_is_an_aside(agent: ScriptedAgent, tokenizer: Tokenizer) -> None:
-    assert tokenizer.decode(speak(agent, tokenizer, OPENING)) == "A title<|im_end|>"
-
-
-def test_an_opened_call_is_closed_and_a_foreign_opening_ends_the_turn(
+def test_the_agents_tokens_are_not_those_of_the_tokenizer(
     agent: ScriptedAgent, tokenizer: Tokenizer
 ) -> None:
-    whole = tokenizer.decode(speak(agent, tokenizer, TOOLS + OPENING))
-    forced = speak(agent, tokenizer, TOOLS + OPENING + "<tool_call>")
+    token_ids = turn_of(agent, tokenizer, TOOLS + OPENING)
+    assert token_ids != tokenizer.encode(tokenizer.decode(token_ids))
+
+
+def test_a_conversation_without_tools_gets_the_aside(
+    agent: ScriptedAgent, tokenizer: Tokenizer
+) -> None:
+    assert tokenizer.decode(turn_of(agent, tokenizer, OPENING)) == "A title<|im_end|>"
+
+
+def test_an_open_call_is_completed_and_an_unknown_prefix_ends_the_turn(
+    agent: ScriptedAgent, tokenizer: Tokenizer
+) -> None:
+    whole = tokenizer.decode(turn_of(agent, tokenizer, TOOLS + OPENING))
+    forced = turn_of(agent, tokenizer, TOOLS + OPENING + "<tool_call>")
     assert tokenizer.decode(forced) == whole.partition("<tool_call>")[2]
-    assert tokenizer.decode(speak(agent, tokenizer, OPENING + "Zebra")) == "<|im_end|>"
-    assert tokenizer.decode(speak(agent, tokenizer, "no chat")) == "<|im_end|>"
+    assert tokenizer.decode(turn_of(agent, tokenizer, OPENING + "Zebra")) == "<|im_end|>"
+    assert tokenizer.decode(turn_of(agent, tokenizer, "no chat")) == "<|im_end|>"
 
 
-async def test_it_speaks_behind_a_real_generate(agent: ScriptedAgent, tokenizer: Tokenizer) -> None:
+async def test_the_agent_answers_through_a_scripted_engine(
+    agent: ScriptedAgent, tokenizer: Tokenizer
+) -> None:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     sampling = {"max_new_tokens": 500, "stop_token_ids": [end]}
     body = {"rid": "r", "input_ids": tokenizer.encode(OPENING), "sampling_params": sampling}
@@ -82,5 +88,5 @@ async def test_it_speaks_behind_a_real_generate(agent: ScriptedAgent, tokenizer:
         client.post(engine.url + "/generate", json=body) as response,
     ):
         answer = orjson.loads(await response.read())
-    assert answer["output_ids"] == speak(agent, tokenizer, OPENING)
+    assert answer["output_ids"] == turn_of(agent, tokenizer, OPENING)
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": end}

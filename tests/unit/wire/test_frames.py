@@ -32,7 +32,7 @@ def header(*parts: object) -> bytes:
     return msgspec.msgpack.encode(parts)
 
 
-def test_a_packet_survives_the_way() -> None:
+def test_a_packet_decodes_to_itself() -> None:
     ids, logprobs = array("i", [1, -2, 3]), array("f", [0.5])
     message = GroupFinished(GroupId("r1", 2), 1, "w0", True)
     packet = Packet(message, "i1", b"record", (ids.tobytes(), memoryview(logprobs).cast("B")))
@@ -41,14 +41,14 @@ def test_a_packet_survives_the_way() -> None:
     assert [array("i", arrived.buffers[0]), array("f", arrived.buffers[1])] == [ids, logprobs]
 
 
-def test_body_and_buffers_are_not_copied_when_they_leave() -> None:
+def test_body_and_buffers_are_not_copied_when_sent() -> None:
     body, buffer = bytearray(b"body"), memoryview(bytes(8))
     frames = encode(Packet(ACKED, body=body, buffers=(buffer,)))
     assert frames[1] is body
     assert frames[2] is buffer
 
 
-def test_what_is_long_travels_in_frames_that_every_hub_admits() -> None:
+def test_a_long_body_is_split_into_frames_that_every_hub_accepts() -> None:
     body, ids = bytes(range(256)) * 2**15 + b"end", bytes(64 * 2**20)
     frames = encode(Packet(ACKED, "i1", body, (ids, b"short")))
     assert max(map(len, frames)) == MAX_PART_BYTES
@@ -58,7 +58,7 @@ def test_what_is_long_travels_in_frames_that_every_hub_admits() -> None:
 
 
 @pytest.mark.parametrize("num_parts", [[0, 2], [-1, 3], [3], [1], [2**62, 1]])
-def test_a_count_of_frames_that_is_not_theirs_is_refused(num_parts: list[int]) -> None:
+def test_a_wrong_frame_count_is_refused(num_parts: list[int]) -> None:
     with pytest.raises(WireError, match="2 frames where its header counts"):
         decode([header(PROTOCOL, "", ["client_left", "c"], num_parts), b"", b""])
 
@@ -82,7 +82,7 @@ def test_a_count_of_frames_that_is_not_theirs_is_refused(num_parts: list[int]) -
         ),
     ],
 )
-def test_what_is_no_packet_is_refused_in_one_line(frames: list[bytes], error: str) -> None:
+def test_an_invalid_packet_is_refused_in_one_line(frames: list[bytes], error: str) -> None:
     with pytest.raises(WireError, match=error) as caught:
         decode(frames)
     assert "\n" not in str(caught.value)
@@ -136,12 +136,12 @@ def test_a_time_that_is_not_finite_does_not_decode(started_s: float) -> None:
         decode([bytes(frame) for frame in encode(Packet(left))])
 
 
-def test_ask_comes_back_as_it_was() -> None:
+def test_an_ask_decodes_to_itself() -> None:
     ask = GroupAsk(task=Task(id="t", data={"n": 1}), sampling=SamplingPolicy(), seed=2**63 - 1)
     assert decode_ask(encode_ask(ask)) == ask
 
 
-def test_record_comes_back_as_it_was() -> None:
+def test_a_record_decodes_to_itself() -> None:
     record = GroupRecord(task=Task(id="t"), reason="none", is_eval=True)
     assert decode_record(encode_record(record)) == record
 
@@ -153,14 +153,14 @@ def test_garbage_is_a_wire_error(body: bytes) -> None:
             decode_body(body)
 
 
-def test_a_task_that_no_router_would_take_is_refused_where_it_is_asked_for() -> None:
+def test_a_task_that_exceeds_the_limit_is_refused_by_the_client() -> None:
     task = Task(id="t", data={"text": "x" * MAX_ASK_BYTES})
     with pytest.raises(WireError, match="task 't' has"):
         encode_ask(GroupAsk(task=task, sampling=SamplingPolicy(), seed=0))
 
 
 @pytest.mark.parametrize("value", [2**70, object(), {1: {2j: 3}}])
-def test_a_task_that_cannot_travel_is_named_where_it_is_asked_for(value: object) -> None:
+def test_a_task_that_cannot_be_encoded_is_named_by_the_client(value: object) -> None:
     task = Task(id="t", data={"n": value})
     with pytest.raises(WireError, match="task 't' cannot be encoded"):
         encode_ask(GroupAsk(task=task, sampling=SamplingPolicy(), seed=0))

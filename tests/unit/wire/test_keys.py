@@ -1,4 +1,4 @@
-"""Keys: loopback needs none, everything else does; a mesh lets in its own members only."""
+"""Keys: loopback needs none, other addresses do; a mesh accepts its own members only."""
 
 import os
 from collections.abc import Iterator
@@ -46,30 +46,30 @@ def clients(hub: Hub, timeout_s: float) -> list[str]:
     return [p.message.client_id for _, p in hub.receive() if isinstance(p.message, ClientHello)]
 
 
-def test_peers_with_the_mesh_keys_are_let_in(hub: Hub, keys: Keys) -> None:
-    with closing(Dialer(hub.address, "friend", keys)) as friend:
-        friend.send(Packet(ClientHello("friend")))
-        assert clients(hub, 10.0) == ["friend"]
+def test_peers_with_the_keys_of_the_mesh_are_accepted(hub: Hub, keys: Keys) -> None:
+    with closing(Dialer(hub.address, "member", keys)) as member:
+        member.send(Packet(ClientHello("member")))
+        assert clients(hub, 10.0) == ["member"]
 
 
-def test_peers_with_other_keys_or_none_are_not_heard(hub: Hub, keys: Keys, tmp_path: Path) -> None:
+def test_peers_with_other_keys_or_none_are_ignored(hub: Hub, keys: Keys, tmp_path: Path) -> None:
     others = new_keys(tmp_path / "others.json")
     right_hub_wrong_pair = msgspec.structs.replace(others, hub_public=keys.hub_public)
     with (
-        closing(Dialer(hub.address, "naked")) as naked,
+        closing(Dialer(hub.address, "keyless")) as keyless,
         closing(Dialer(hub.address, "stranger", others)) as stranger,
         closing(Dialer(hub.address, "thief", right_hub_wrong_pair)) as thief,
-        closing(Dialer(hub.address, "friend", keys)) as friend,
+        closing(Dialer(hub.address, "member", keys)) as member,
     ):
-        for dialer, name in ((naked, "naked"), (stranger, "stranger"), (thief, "thief")):
+        for dialer, name in ((keyless, "keyless"), (stranger, "stranger"), (thief, "thief")):
             dialer.send(Packet(ClientHello(name)))
-        # They dialled before the friend did, so they would be heard before it.
-        friend.send(Packet(ClientHello("friend")))
-        assert clients(hub, 10.0) == ["friend"]
+        # They dialled before the member did, so their messages would arrive first.
+        member.send(Packet(ClientHello("member")))
+        assert clients(hub, 10.0) == ["member"]
         assert clients(hub, 0.1) == []
 
 
-def test_key_files_are_their_owners_alone_and_never_overwritten(tmp_path: Path) -> None:
+def test_key_files_are_private_and_never_overwritten(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     first = new_keys(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -119,9 +119,7 @@ def test_members_are_added_and_removed_by_name(tmp_path: Path) -> None:
         remove_member(folder, "gpu-7")
 
 
-def test_a_scheduler_may_have_keys_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scheduler_may_have_its_own_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh, fleet = new_keys(tmp_path / "mesh"), new_keys(tmp_path / "fleet")
     monkeypatch.setenv(KEYS_VARIABLE, str(tmp_path / "mesh"))
     assert read_scheduler_keys() == mesh
@@ -174,7 +172,7 @@ def test_a_key_file_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[]", b'{"hub_public": 1}'])
-def test_what_is_no_key_file_is_named(tmp_path: Path, content: bytes | None) -> None:
+def test_an_invalid_key_file_is_named(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "keys.json"
     if content is not None:
         path.write_bytes(content)
@@ -208,5 +206,5 @@ def test_another_machine_is_not_dialled_without_keys(address: str, keys: Keys) -
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:5", "ipc:///tmp/x", "nonsense"])
-def test_what_is_no_other_machine_needs_no_keys_to_be_dialled(address: str) -> None:
+def test_local_addresses_are_dialled_without_keys(address: str) -> None:
     check_dial(address, None)

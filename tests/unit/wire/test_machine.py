@@ -1,4 +1,4 @@
-"""Group updates are sent together a moment later, without a visible difference."""
+"""Group updates are batched for a moment; receivers get the same messages."""
 
 from rollmesh.core.ids import GroupId
 from rollmesh.wire.frames import Packet
@@ -31,7 +31,7 @@ def test_each_peer_receives_the_newest_state_of_all_its_groups_once() -> None:
     assert news.take() == []
 
 
-def test_the_first_says_when_all_are_due() -> None:
+def test_the_first_update_sets_the_due_time_of_all() -> None:
     news = GroupNewsBatcher()
     news.add(b"a", moved(ONE, GroupState.ASSIGNED), 5.0)
     news.add(b"a", moved(TWO, GroupState.ASSIGNED), 5.0 + MOMENT_S / 2)
@@ -41,7 +41,7 @@ def test_the_first_says_when_all_are_due() -> None:
     assert news.due_s == 6.0 + MOMENT_S
 
 
-def test_what_came_together_is_received_one_by_one_at_both_ends() -> None:
+def test_batched_updates_are_received_one_by_one_at_both_ends() -> None:
     hub = Hub("tcp://127.0.0.1:0")
     dialer = Dialer(hub.address, "w0")
     started, delivered = GroupStarted(ONE, 1), GroupDelivered(TWO, 1)

@@ -1,4 +1,4 @@
-"""A hub takes from each key what its role may send, under its own names, until it is removed."""
+"""A hub accepts from each key the messages of its role, under its own names, until its removal."""
 
 import functools
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ from rollmesh.wire.sockets import Dialer, Hub, check_admitted, refusal, wait
 LAST = AskAddresses(99)
 
 
-class Ring:
+class KeyRing:
     """A key folder, a hub, and dialers that hold its keys."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
@@ -56,25 +56,25 @@ class Ring:
         self._stack.callback(dialer.close)
         return dialer
 
-    def taken(self, *sent: tuple[str, Message]) -> list[Message]:
-        """Send each message with the key of that name; return those that the router's hub took."""
-        taken: list[Message] = []
+    def accepted(self, *sent: tuple[str, Message]) -> list[Message]:
+        """Send each message with the key of that name; return those that the hub accepts."""
+        accepted: list[Message] = []
         for name, message in sent:
             dialer = self.dial(name)
             dialer.send(Packet(message))  # type: ignore[arg-type]
             dialer.send(Packet(ReadFleet(1)))
             dialer.send(Packet(LAST))
-            before = self.hub.num_refused + len(taken)
-            while self.hub.num_refused + len(taken) < before + 3:
+            before = self.hub.num_refused + len(accepted)
+            while self.hub.num_refused + len(accepted) < before + 3:
                 wait([self.hub], None, 10.0)
-                taken += [packet.message for _, packet in self.hub.receive()]
-        return [each for each in taken if each != LAST and not isinstance(each, ReadFleet)]
+                accepted += [packet.message for _, packet in self.hub.receive()]
+        return [each for each in accepted if each != LAST and not isinstance(each, ReadFleet)]
 
 
 @pytest.fixture
-def ring(tmp_path: Path) -> Iterator[Ring]:
+def ring(tmp_path: Path) -> Iterator[KeyRing]:
     with ExitStack() as stack:
-        yield Ring(tmp_path / "keys", stack)
+        yield KeyRing(tmp_path / "keys", stack)
 
 
 def ask(client_id: str, run_id: str) -> AskGroup:
@@ -97,10 +97,10 @@ def ask(client_id: str, run_id: str) -> AskGroup:
     ],
 )
 def test_a_message_that_the_role_may_not_send_is_dropped(
-    ring: Ring, name: str, message: Message
+    ring: KeyRing, name: str, message: Message
 ) -> None:
-    assert ring.taken((name, message)) == []
-    assert ring.taken(("hub", message)) == [message]
+    assert ring.accepted((name, message)) == []
+    assert ring.accepted(("hub", message)) == [message]
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_a_message_that_the_role_may_not_send_is_dropped(
         ("operator", WorkerExited("w", 1, "")),
     ],
 )
-def test_a_message_of_the_role_is_taken(ring: Ring, name: str, message: Message) -> None:
-    assert ring.taken((name, message)) == [message]
+def test_a_message_of_the_role_is_taken(ring: KeyRing, name: str, message: Message) -> None:
+    assert ring.accepted((name, message)) == [message]
 
 
-def test_news_is_checked_message_by_message(ring: Ring) -> None:
+def test_news_is_checked_message_by_message(ring: KeyRing) -> None:
     of_worker = GroupStarted(GroupId("r", 0), 0), GroupDelivered(GroupId("r", 1), 0)
-    assert ring.taken(("worker", of_worker[0])) == [of_worker[0]]
+    assert ring.accepted(("worker", of_worker[0])) == [of_worker[0]]
     dialer = ring.dial("client")
     dialer.send(Packet(GroupNews(of_worker)))
     dialer.send(Packet(LAST))
@@ -138,28 +138,28 @@ def test_news_is_checked_message_by_message(ring: Ring) -> None:
     ],
 )
 def test_a_name_belongs_to_the_key_that_used_it_first(
-    ring: Ring, role: Role, first: Message, second: Message
+    ring: KeyRing, role: Role, first: Message, second: Message
 ) -> None:
     add_member(ring.folder, role, "other")
-    assert ring.taken((role, first), ("other", second)) == [first]
-    assert ring.taken((role, second)) == [second]
+    assert ring.accepted((role, first), ("other", second)) == [first]
+    assert ring.accepted((role, second)) == [second]
 
 
-def test_a_workers_name_that_names_a_key_belongs_to_that_key(ring: Ring) -> None:
+def test_a_workers_name_that_names_a_key_belongs_to_that_key(ring: KeyRing) -> None:
     add_member(ring.folder, Role.WORKER, "worker-0")
     left = WorkerLeft("worker-0", "")
-    assert ring.taken(("worker", left)) == []
-    assert ring.taken(("worker-0", left)) == [left]
+    assert ring.accepted(("worker", left)) == []
+    assert ring.accepted(("worker-0", left)) == [left]
 
 
-def test_the_names_of_a_removed_key_are_free(ring: Ring) -> None:
+def test_the_names_of_a_removed_key_are_free(ring: KeyRing) -> None:
     add_member(ring.folder, Role.CLIENT, "old")
-    assert ring.taken(("old", ClientHello("c"))) == [ClientHello("c")]
+    assert ring.accepted(("old", ClientHello("c"))) == [ClientHello("c")]
     remove_member(ring.folder, "old")
-    assert ring.taken(("client", ClientHello("c"))) == [ClientHello("c")]
+    assert ring.accepted(("client", ClientHello("c"))) == [ClientHello("c")]
 
 
-def test_a_removed_key_is_refused_also_on_a_connection_that_it_has(ring: Ring) -> None:
+def test_a_removed_key_is_refused_also_on_an_open_connection(ring: KeyRing) -> None:
     hub = ring.bind(ring.hub_keys, Access(ring.hub_keys, ROUTER, look_again_s=-1.0))
     keys, dialer = ring.keys("client"), ring.dial("client", hub)
     dialer.send(Packet(LAST))
@@ -173,13 +173,13 @@ def test_a_removed_key_is_refused_also_on_a_connection_that_it_has(ring: Ring) -
     assert "refuses our key" in refusal(hub.address, keys)
 
 
-def test_a_key_that_is_added_is_let_in_at_once(ring: Ring) -> None:
+def test_an_added_key_is_accepted_at_once(ring: KeyRing) -> None:
     add_member(ring.folder, Role.WORKER, "late")
     assert refusal(ring.hub.address, ring.keys("late")) == ""
 
 
-def test_a_member_cannot_bind_as_the_hub(ring: Ring) -> None:
-    """Its socket has its own key, and peers check the hub's."""
+def test_a_member_cannot_bind_as_the_hub(ring: KeyRing) -> None:
+    """Peers check the hub's key, and a member's socket has another."""
     impostor = ring.bind(ring.keys("worker"), Access(ring.keys("worker"), ROUTER))
     assert "hub's key" in refusal(impostor.address, ring.keys("client"))
     dialer = Dialer(impostor.address, "client", ring.keys("client"))
@@ -189,7 +189,7 @@ def test_a_member_cannot_bind_as_the_hub(ring: Ring) -> None:
     dialer.close()
 
 
-def test_a_clients_sink_has_the_clients_own_key(ring: Ring) -> None:
+def test_a_clients_sink_has_the_clients_own_key(ring: KeyRing) -> None:
     keys = ring.keys("client")
     sink = ring.bind(keys, Access(keys, SINK))
     assert sink.peer_address == f"{sink.address}#{keys.public}"
@@ -206,7 +206,7 @@ def test_a_clients_sink_has_the_clients_own_key(ring: Ring) -> None:
     assert sink.num_refused <= 1
 
 
-def test_a_route_cannot_be_guessed(ring: Ring) -> None:
+def test_a_route_cannot_be_guessed(ring: KeyRing) -> None:
     one, two = ring.dial("worker"), ring.dial("worker")
     for dialer in (one, two):
         dialer.send(Packet(WorkerLeft("w", "")))
@@ -218,7 +218,7 @@ def test_a_route_cannot_be_guessed(ring: Ring) -> None:
 
 
 def test_refusals_are_logged_at_powers_of_two(
-    ring: Ring, capsys: pytest.CaptureFixture[str]
+    ring: KeyRing, capsys: pytest.CaptureFixture[str]
 ) -> None:
     access = Access(ring.hub_keys, ROUTER)
     worker = ring.keys("worker").public
@@ -230,13 +230,13 @@ def test_refusals_are_logged_at_powers_of_two(
 
 
 @pytest.mark.parametrize("has_keys", [True, False])
-def test_a_dial_with_no_key_or_another_is_one_line_at_once(
-    ring: Ring, tmp_path: Path, has_keys: bool
+def test_a_dial_without_a_valid_key_fails_at_once_in_one_line(
+    ring: KeyRing, tmp_path: Path, has_keys: bool
 ) -> None:
     keys = new_keys(tmp_path / "others") if has_keys else None
     with pytest.raises(AddressError, match=f"^{ring.hub.address}: .*ROLLMESH_KEYS"):
         check_admitted(ring.hub.address, keys)
 
 
-def test_an_address_at_which_nothing_listens_is_no_refusal() -> None:
+def test_an_unreachable_address_is_not_a_refusal() -> None:
     assert refusal("tcp://127.0.0.1:1", None) == ""

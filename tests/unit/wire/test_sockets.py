@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -38,11 +39,11 @@ def dialer(hub: Hub) -> Iterator[Dialer]:
 
 
 def packets(hub: Hub, number: int) -> list[tuple[bytes, Packet]]:
-    """The next `number` packets; malformed messages wake the waiter too."""
+    """Receive `number` packets; malformed messages also end a wait."""
     found: list[tuple[bytes, Packet]] = []
     end_s = time.monotonic() + PATIENCE_S
     while len(found) < number:
-        assert time.monotonic() < end_s, "nothing came"
+        assert time.monotonic() < end_s, "no message arrived"
         wait([hub], None, PATIENCE_S)
         found += hub.receive()
     return found
@@ -59,11 +60,13 @@ def test_the_hub_sees_the_sender_and_can_answer(hub: Hub, dialer: Dialer) -> Non
 
 
 def test_a_send_to_an_unknown_peer_fails_and_is_counted(hub: Hub) -> None:
-    assert not hub.send(b"nobody", Packet(RouterHello(0.5)))
+    assert not hub.send(b"unknown", Packet(RouterHello(0.5)))
     assert hub.num_unsent == 1
 
 
-def test_a_malformed_message_is_counted_and_the_next_one_is_heard(hub: Hub, dialer: Dialer) -> None:
+def test_a_malformed_message_is_counted_and_the_next_one_is_received(
+    hub: Hub, dialer: Dialer
+) -> None:
     dialer.socket.send_multipart([b"rubbish"])
     dialer.socket.send_multipart([b"\xc1", b""])
     dialer.send(Packet(ClientHello("c")))
@@ -72,14 +75,14 @@ def test_a_malformed_message_is_counted_and_the_next_one_is_heard(hub: Hub, dial
     assert hub.num_malformed == 2
 
 
-def test_a_dialer_skips_what_is_malformed_too(hub: Hub, dialer: Dialer) -> None:
+def test_a_dialer_skips_malformed_messages(hub: Hub, dialer: Dialer) -> None:
     dialer.send(Packet(ClientHello("c")))
     packets(hub, 1)
     hub.socket.send_multipart([b"d1", b"rubbish"])
     hub.send(b"d1", Packet(RouterHello(0.5)))
     end_s, received = time.monotonic() + PATIENCE_S, list(dialer.receive())
-    while not received:  # what is malformed wakes the waiter too
-        assert time.monotonic() < end_s, "nothing came"
+    while not received:  # a malformed message also ends a wait
+        assert time.monotonic() < end_s, "no message arrived"
         wait([dialer], None, PATIENCE_S)
         received = list(dialer.receive())
     assert [packet.message for packet in received] == [RouterHello(0.5)]
@@ -93,7 +96,7 @@ def test_queues_are_finite_and_a_full_one_does_not_block() -> None:
         assert lonely.num_unsent == 100
 
 
-def test_a_dialer_may_dial_before_the_hub_is_there(tmp_path: Path) -> None:
+def test_a_dialer_may_dial_before_the_hub_exists(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/hub"
     with closing(Dialer(address, "early")) as early:
         early.send(Packet(ClientHello("early")))
@@ -114,7 +117,7 @@ def test_a_new_process_of_the_same_name_takes_over_its_route(hub: Hub, dialer: D
 
 
 @pytest.mark.parametrize("bind", ["tcp://127.0.0.1:notaport", "tcp://no.such.host.invalid:1"])
-def test_a_hub_that_cannot_listen_says_where(bind: str) -> None:
+def test_a_hub_that_cannot_listen_names_the_address(bind: str) -> None:
     with pytest.raises(AddressError):
         Hub(bind)
 
@@ -124,7 +127,7 @@ def test_an_address_in_use_is_refused_in_one_line(hub: Hub) -> None:
         Hub(hub.address)
 
 
-def test_a_dialer_with_no_address_says_how_one_looks() -> None:
+def test_a_dialer_without_an_address_gets_an_example() -> None:
     with pytest.raises(AddressError, match="tcp://host:port"):
         Dialer("localhost:5", "d")
 
@@ -149,7 +152,7 @@ async def test_sending_on_an_attached_dialer_loses_no_wake_up(hub: Hub, dialer: 
         dialer.send(Packet(ClientHello("c")))
         packets(hub, 1)
         hub.send(b"d1", Packet(ClientBeat("c", number)))
-        # Another send in between may swallow the edge by which the loop would be woken.
+        # Another send in between may consume the event that would wake the loop.
         dialer.send(Packet(ClientHello("c")))
         packet = await asyncio.wait_for(got.get(), PATIENCE_S)
         assert packet.message == ClientBeat("c", number)
@@ -163,19 +166,20 @@ def rung_from_a_thread(bell: WakeSignal) -> None:
 
 
 @pytest.mark.parametrize("ring", [WakeSignal.ring, rung_from_a_thread])
-def test_a_bell_ends_a_wait_once(hub: Hub, ring: Callable[[WakeSignal], None]) -> None:
+def test_a_wake_signal_ends_a_wait_once(hub: Hub, ring: Callable[[WakeSignal], None]) -> None:
     with closing(WakeSignal()) as bell:
         ring(bell)
         ring(bell)
+        assert select.select([bell], [], [], 0)[0] == [bell]
         wait([hub], bell, PATIENCE_S)
-        wait([hub], bell, 0.0)
+        assert select.select([bell], [], [], 0)[0] == []
         assert list(hub.receive()) == []
 
 
 # garbage
 
 
-def test_a_hub_survives_whatever_its_peers_send(hub: Hub, dialer: Dialer) -> None:
+def test_a_hub_survives_garbage_from_its_peers(hub: Hub, dialer: Dialer) -> None:
     dialer.socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
     for frames in nonsense(seed=1, number=1000):
         dialer.socket.send_multipart(frames)
@@ -185,7 +189,7 @@ def test_a_hub_survives_whatever_its_peers_send(hub: Hub, dialer: Dialer) -> Non
     assert hub.num_malformed == 1000
 
 
-def test_a_dialer_survives_whatever_its_hub_sends(hub: Hub, dialer: Dialer) -> None:
+def test_a_dialer_survives_garbage_from_its_hub(hub: Hub, dialer: Dialer) -> None:
     dialer.send(Packet(ClientHello("c")))
     [(route, _)] = packets(hub, 1)
     hub.socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
@@ -195,14 +199,14 @@ def test_a_dialer_survives_whatever_its_hub_sends(hub: Hub, dialer: Dialer) -> N
     received: list[Packet] = []
     end_s = time.monotonic() + PATIENCE_S
     while not received:
-        assert time.monotonic() < end_s, "nothing came"
+        assert time.monotonic() < end_s, "no message arrived"
         wait([dialer], None, PATIENCE_S)
         received += dialer.receive()
     assert [packet.message for packet in received] == [RouterHello(0.5)]
     assert dialer.num_malformed == 1000
 
 
-def test_a_frame_past_the_bound_ends_its_connection_and_no_other() -> None:
+def test_an_oversized_frame_ends_only_its_connection() -> None:
     with (
         closing(Hub("tcp://127.0.0.1:0", max_frame_bytes=1000)) as hub,
         closing(Dialer(hub.address, "large")) as large,
@@ -212,28 +216,28 @@ def test_a_frame_past_the_bound_ends_its_connection_and_no_other() -> None:
         small.send(Packet(ClientHello("small"), body=bytes(900)))
         [(route, _)] = packets(hub, 1)
         assert route == b"small"
-        # It dials again by itself; what it says before that has happened is lost with the rest.
+        # It reconnects by itself; messages sent before that are lost with the oversized one.
         received: list[bytes] = []
         end_s = time.monotonic() + PATIENCE_S
         while not received:
-            assert time.monotonic() < end_s, "nothing came"
+            assert time.monotonic() < end_s, "no message arrived"
             large.send(Packet(ClientHello("large"), body=bytes(900)))
             wait([hub], None, 0.05)
             received += [route for route, _ in hub.receive()]
         assert set(received) == {b"large"}
 
 
-def test_what_is_sent_again_and_waits_is_in_memory_once() -> None:
+def test_a_body_that_is_queued_repeatedly_is_in_memory_once() -> None:
     long = bytes(2**22)
     before = psutil.Process().memory_info().rss
-    with closing(Dialer("tcp://127.0.0.1:1", "d2")) as to_nobody:
+    with closing(Dialer("tcp://127.0.0.1:1", "d2")) as unconnected:
         for _ in range(64):
-            assert to_nobody.send(Packet(ClientHello("c"), body=long, buffers=(long,)))
+            assert unconnected.send(Packet(ClientHello("c"), body=long, buffers=(long,)))
         assert psutil.Process().memory_info().rss - before < 64 * len(long)
 
 
 @pytest.mark.parametrize("greeting", [b"", b"\xff", b"\xff" + bytes(8) + b"\x7f\x03"])
-def test_a_connection_that_does_not_get_on_is_cut_off(
+def test_an_incomplete_handshake_is_disconnected(
     monkeypatch: pytest.MonkeyPatch, greeting: bytes
 ) -> None:
     monkeypatch.setattr(sockets, "HANDSHAKE_S", 0.2)
@@ -242,17 +246,15 @@ def test_a_connection_that_does_not_get_on_is_cut_off(
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as stranger:
             stranger.sendall(greeting)
             received = b"".join(iter(lambda: stranger.recv(100), b""))  # until the end
-            assert received == b"" or received.startswith(b"\xff")  # its half of the greeting
+            assert received == b"" or received.startswith(b"\xff")  # the hub's half of the greeting
 
 
 KEEPALIVE, ESTABLISHED = "02", "01"
 
 
 @pytest.mark.parametrize("side", ["hub", "dialer"])
-def test_a_peer_that_vanished_without_goodbye_is_found_out(
-    hub: Hub, dialer: Dialer, side: str
-) -> None:
-    """The kernel probes a silent peer at both ends (proc(5), net/tcp: the timer's kind)."""
+def test_connections_have_keepalive_at_both_ends(hub: Hub, dialer: Dialer, side: str) -> None:
+    """The kernel probes a silent peer: /proc/self/net/tcp shows a keepalive timer (proc(5))."""
     dialer.send(Packet(ClientHello("c")))
     packets(hub, 1)
     port = f"{int(hub.address.rpartition(':')[2]):04X}"
@@ -263,7 +265,9 @@ def test_a_peer_that_vanished_without_goodbye_is_found_out(
         ours = [r for r in rows if r[column].endswith(f":{port}") and r[3] == ESTABLISHED]
         if [row[5].partition(":")[0] for row in ours] == [KEEPALIVE]:
             break
-        assert time.monotonic() < end_s, "the kernel does not ask"  # at first it may wait for acks
+        assert time.monotonic() < end_s, (
+            "no keepalive timer"
+        )  # at first the kernel may wait for acks
 
 
 FEW_DESCRIPTORS = """
@@ -271,7 +275,7 @@ import os, resource
 from rollmesh.core.errors import AddressError
 from rollmesh.wire.sockets import Dialer, WakeSignal, Hub
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
-taken, told = [], set()
+taken, errors = [], set()
 try:
     while True:
         taken.append(os.dup(2))
@@ -282,17 +286,17 @@ for _ in range(30):
         try:
             kind().close()
         except AddressError as error:
-            told.add(str(error))
+            errors.add(str(error))
     os.close(taken.pop())
 for each in taken:
     os.close(each)
 Hub("tcp://127.0.0.1:0").close()
-print(*told)
+print(*errors)
 """
 
 
-def test_a_socket_that_cannot_be_opened_is_one_line_and_ends_no_process() -> None:
-    """However few descriptors are left; zmq's first socket takes the most."""
+def test_a_socket_that_cannot_be_opened_is_an_error_in_one_line() -> None:
+    """Try with 0 to 29 free descriptors; zmq's first socket needs the most."""
     argv = [sys.executable, "-c", FEW_DESCRIPTORS]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -301,12 +305,12 @@ def test_a_socket_that_cannot_be_opened_is_one_line_and_ends_no_process() -> Non
     )
 
 
-def test_a_closed_bell_neither_writes_into_nor_closes_a_file_opened_since(tmp_path: Path) -> None:
+def test_a_closed_wake_signal_does_not_touch_a_reused_descriptor(tmp_path: Path) -> None:
     bell = WakeSignal()
     number = bell.fileno()
     bell.close()
     with (tmp_path / "other").open("w+b", buffering=0) as other:
-        assert other.fileno() == number, "the system gives out the lowest free number"
+        assert other.fileno() == number, "the system reuses the lowest free number"
         bell.ring()
         bell.hush()
         bell.close()

@@ -1,4 +1,4 @@
-"""A value of a worker is declared once: message, /status, /metrics and tables derive from it."""
+"""Worker values are declared once; message, /status, /metrics and tables derive from that."""
 
 import io
 from typing import Any
@@ -42,19 +42,19 @@ def distinct(field: msgspec.structs.FieldInfo, number: int) -> Any:
 def report() -> dict[str, Any]:
     fields = msgspec.structs.fields(WorkerReport)
     values = {each.name: distinct(each, at) for at, each in enumerate(fields, start=1)}
-    return values | {"worker_id": "w0", "started_s": 0.0}  # as in its hello
+    return values | {"worker_id": "w0", "started_s": 0.0}  # the same values as in its hello
 
 
 def status() -> RouterStatus:
-    story = ScriptedRouter()
-    story.worker("w0")
-    story.receive("w0", WorkerBeat(**report()))
-    return status_of("i0", story.group_scheduler, FleetChanged(1, ()), {})
+    scripted = ScriptedRouter()
+    scripted.worker("w0")
+    scripted.receive("w0", WorkerBeat(**report()))
+    return status_of("i0", scripted.group_scheduler, FleetChanged(1, ()), {})
 
 
 def test_status_shows_every_field_of_the_report_as_it_was_sent() -> None:
     sent = report()
-    del sent["state"]  # the router replaces it, here by its own verdict
+    del sent["state"]  # the router replaces it by its own state
     [shown] = msgspec.json.decode(msgspec.json.encode(status()))["workers"]
     assert shown.keys() == shown_fields().keys()
     assert {name: shown[name] for name in sent} == msgspec.to_builtins(sent)
