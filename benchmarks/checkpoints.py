@@ -1,12 +1,12 @@
-"""Cost of a checkpoint to the steps beside it: a copy on their thread, and the write in the
-background.
+"""Cost of a checkpoint to the train steps: a copy on their thread, and a write in the background.
 
     python -m benchmarks.checkpoints [--quick] [--json] [--check] [--only demo,large]
 
-- Cases: `demo`, the demo's model and batch; `large`, a model of 100 MB with a small batch of 512
-  tokens, so that its step is short. A checkpoint is three times the weights: with AdamW's averages.
-- One thread computes. A step and the copy before it are timed by their thread's CPU, background
-  work by the clock; medians over all rounds, in turns with and without a checkpoint.
+- Cases: `demo`, the demo's model and batch; `large`, a model of 100 MB with short steps (a batch of
+  512 tokens). A checkpoint is three times the weights, since it includes AdamW's averages.
+- One thread computes. The step and the copy before it are measured in thread CPU time, the
+  background write in wall time. Figures are medians over rounds that alternate with and without a
+  checkpoint.
 """
 
 import statistics
@@ -39,22 +39,23 @@ GOALS = [
     Goal("large.copy_over_step", "<=", 0.1),
     Goal("large.memory_over_saved", "<=", 1.1),
 ]
-"""A checkpoint costs its step a tenth, and the host one copy (of the demo's the rest of what a
-process grows by is more)."""
+"""A checkpoint adds at most a tenth to its step and one copy to the host's memory. In `demo`, most
+memory growth has other causes.
+"""
 
 
 class Times(NamedTuple):
-    """Times of one step."""
+    """Times of one step, in seconds."""
 
     copy_s: float
-    """CPU, before it."""
+    """CPU time of the copy before the step."""
     step_cpu_s: float
     step_s: float
-    """By the clock."""
+    """Wall time of the background write."""
 
 
 class Round:
-    """A policy that steps, and its checkpoints."""
+    """A policy that trains, and its checkpoints."""
 
     def __init__(self, model: Path, samples: Sequence[Sample], run: Path) -> None:
         self._policy = Policy(str(model), SETTINGS)
@@ -62,12 +63,13 @@ class Round:
         self._checkpoints = CheckpointStore(run)
         self._step = 0
         self.rates: list[float] = []
-        """Bytes per second of each checkpoint from its copy until it is durable, with nothing
-        beside it."""
+        """Bytes per second of each checkpoint from its copy until it is durable, without concurrent
+        steps.
+        """
         self.num_bytes = 0
 
     def step(self, *, is_saved: bool) -> Times:
-        """Run one step; with a checkpoint beside it if `is_saved`."""
+        """Run one step; if `is_saved`, write a checkpoint beside it."""
         began_s, start_s = time.thread_time(), time.monotonic()
         if is_saved:
             assert self._checkpoints.begin(LoopState(num_steps=self._step), self._policy)
@@ -80,7 +82,7 @@ class Round:
         return Times(copied_s - began_s, ended_s - copied_s, end_s - stepping_s)
 
     def write(self) -> float:
-        """Write a checkpoint with nothing beside it; return the CPU seconds of its copy."""
+        """Write a checkpoint without a concurrent step; return the CPU seconds of its copy."""
         start_s, began_s = time.monotonic(), time.thread_time()
         assert self._checkpoints.begin(LoopState(num_steps=self._step), self._policy)
         copy_s = time.thread_time() - began_s

@@ -30,7 +30,7 @@ MB = 1e6
 
 
 def main() -> None:
-    """Run, read, report."""
+    """Run the demo, read its files and report."""
     options = parser("demo_profile").parse_args()
     num_steps = 30 if options.quick else 100
     with tempfile.TemporaryDirectory() as folder:
@@ -44,14 +44,14 @@ def main() -> None:
 
 
 def run_demo(folder: str, num_steps: int) -> None:
-    """The demo as a user starts it, but shorter."""
+    """Run the demo as a user starts it, but for fewer steps."""
     argv = [sys.executable, "-m", "rollmesh.cli.main", "demo", "--no-live"]
     argv += ["--set", f"run.folder={folder}", "--set", f"trainer.num_steps={num_steps}"]
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file."""
+    """Return the rows of a JSON-lines file."""
     return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
 
 
@@ -67,12 +67,14 @@ def num_finished(row: dict[str, Any]) -> int:
 
 
 def count(row: dict[str, Any], what: str) -> int:
-    """A count of all workers."""
+    """Sum a count over all workers."""
     return sum(worker[what] for worker in (row["router"] or {}).get("workers", []))
 
 
 def profile(run: Path) -> dict[str, float]:
-    """Figures between the first and the last look at which rollouts finished and all were there."""
+    """Figures between the first and the last sample in which rollouts finished and all processes
+    ran.
+    """
     busy = [row for row in rows(run / "telemetry.jsonl") if num_finished(row)]
     first = busy[0]
     whole = [row for row in busy if set(roles(row)) >= set(roles(first))]
@@ -94,17 +96,17 @@ def profile(run: Path) -> dict[str, float]:
 
 
 def roles(row: dict[str, Any]) -> list[str]:
-    """The processes of that moment."""
+    """Return the processes of a sample."""
     return [process["role"] for process in row["processes"]]
 
 
 def cpu_of(row: dict[str, Any], role: str) -> float:
-    """CPU seconds of one process so far."""
+    """CPU seconds of one process until this sample."""
     return float(sum(p["cpu_s"] for p in row["processes"] if p["role"] == role))
 
 
 def worker_idle_rss_mb(run: Path) -> float:
-    """A worker with the demo's tokenizer that serves and has nothing to do."""
+    """Resident memory of an idle worker with the demo's tokenizer."""
     config = ["--config", str(run / "config.json")]
     router = Child("router", *config)
     try:

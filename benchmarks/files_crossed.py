@@ -42,7 +42,7 @@ PATIENCE_S = 120.0
 GOALS = [Goal("completion_files", "<=", 30), Goal("group_files", "<=", 24)]
 WORKER_STAGE = ["guess.py:score", "outbox.py:_acked"]
 TRAINER_STAGE = ["intake.py:_receive_result", "policy.py:step"]
-"""The functions, as FILE:NAME, whose call begins and ends a stage."""
+"""Functions, as FILE:NAME, whose calls begin and end a stage."""
 RECORDER = """
 import json, os, signal, sys, threading
 
@@ -73,11 +73,11 @@ signal.signal(signal.SIGUSR2, lambda *_: write("signal"))
 threading.setprofile(profile)
 sys.setprofile(profile)
 """
-"""sitecustomize.py of the recorded processes."""
+"""The sitecustomize.py of the recorded processes."""
 
 
 class Recorder:
-    """Records the processes that are started with `env`."""
+    """Record the processes that are started with `env`."""
 
     def __init__(self, folder: Path, stages: list[list[str]]) -> None:
         self.out = folder / "crossed"
@@ -95,19 +95,19 @@ class Recorder:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """The stages that were written until now: name and files."""
+        """Return the recorded stages: their names and files."""
         lines = [line for file in self.out.glob("*.jsonl") for line in file.open()]
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def crossed(self, stage: str) -> set[str]:
-        """The files that every repetition of the stage crossed, without those of core."""
+        """Return the files that every repetition of the stage crossed, without those of core."""
         each = [set(row["files"]) for row in self.rows() if row["stage"] == stage]
         names = {path.removeprefix(self._package) for path in set.intersection(*each)}
         return {name for name in names if not name.startswith("core/")}
 
 
 def completion(num_tries: int) -> set[str]:
-    """The files that a streamed second turn crosses in a gateway."""
+    """Return the files that a streamed second turn crosses in a gateway."""
     return asyncio.run(_completion(num_tries))
 
 
@@ -117,7 +117,7 @@ async def _completion(num_tries: int) -> set[str]:
 
 
 def _letter(policy_version: int, context: Sequence[int]) -> int:
-    """The next token: one of the vocabulary's printable bytes, the context decides which."""
+    """Choose the next token from the vocabulary's printable bytes, by the context."""
     return 40 + zlib.crc32(repr((policy_version, list(context))).encode()) % 40
 
 
@@ -137,7 +137,7 @@ def _conversations(engine_url: str, num_tries: int) -> set[str]:
 def _gateway(
     folder: Path, engine_url: str, env: dict[str, str]
 ) -> Iterator[tuple[Ready, int, str]]:
-    """A recorded gateway: its addresses, its pid and its admin token."""
+    """Start a recorded gateway; yield its addresses, its pid and its admin token."""
     token_file = folder / "admin.token"
     token_file.touch(0o600)
     token_file.write_text(token := secrets.token_urlsafe(32))
@@ -156,7 +156,7 @@ def _gateway(
 
 
 def _converse(ready: Ready, token: str, pid: int, question: str) -> None:
-    """Two turns in a session of their own, the second one recorded."""
+    """Run two turns in a new session; the second one is recorded."""
     head = {"Authorization": f"Bearer {token}"}
     sessions = f"{ready.http_address or ready.address}/admin/sessions"
     opened = httpx.post(sessions, json={"metadata": {}}, headers=head).raise_for_status().json()
@@ -185,7 +185,7 @@ def _turn(client: httpx.Client, messages: list[dict[str, str]]) -> str:
 
 
 def group(num_tries: int) -> set[str]:
-    """The files that a finished group crosses in the worker and in the trainer of a demo."""
+    """Return the files that a finished group crosses in the worker and in the trainer of a demo."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recorder = Recorder(folder, [WORKER_STAGE, TRAINER_STAGE])

@@ -1,12 +1,12 @@
-"""How the C library's heap is best laid out under this load: browsers that keep screenshots.
+"""Layouts of the C library's heap, compared under the load of browser agents with screenshots.
 
-    python -m benchmarks.heap            every layout, each in a process of its own
+    python -m benchmarks.heap            every layout, each in its own process
     python -m benchmarks.heap --preload /usr/lib/x86_64-linux-gnu/libjemalloc.so.2
 
-- Four rollouts of 45 turns (15 for --quick), side by side in threads. At each turn a new screenshot
-  of 0.5 MB is kept, and a body with all of them arrives in reads of 256 KiB, is joined, read
-  without a copy, and freed; 200 small objects stay.
-- Figures are peak and resting memory minus the start's, CPU time, and the longest trim.
+- Four rollouts of 45 turns (15 for --quick) run in threads. Each turn keeps a new screenshot of 0.5
+  MB. A body with all screenshots arrives in reads of 256 KiB, is joined, read without a copy, and
+  freed. 200 small objects stay.
+- Figures are peak and resting memory above the start, CPU time, and the longest trim.
 - Only Python and malloc run, no code of the worker. docs/explanation/memory.md has the results.
 """
 
@@ -48,7 +48,7 @@ LAYOUTS = {
 
 
 class Peak:
-    """The most that was resident, seen by a thread."""
+    """The largest resident memory, sampled by a thread."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -66,7 +66,7 @@ class Peak:
 
 
 def turn(rng: random.Random, shots: list[bytes], small: list[bytes]) -> None:
-    """One call of a lane."""
+    """Run one turn of a rollout."""
     shots.append(rng.randbytes(SHOT_BYTES))
     body = b'"'.join(shots)
     reads = [body[at : at + READ_BYTES] for at in range(0, len(body), READ_BYTES)]
@@ -80,7 +80,7 @@ def turn(rng: random.Random, shots: list[bytes], small: list[bytes]) -> None:
 
 
 def load(layout: str, num_turns: int) -> dict[str, float]:
-    """The load under one layout, in this process; its figures."""
+    """Run the load with one layout in this process; return its figures."""
     mallopt = ctypes.CDLL(None).mallopt
     for name, value in LAYOUTS[layout].items():
         assert mallopt(name, value) == 1
@@ -94,7 +94,7 @@ def load(layout: str, num_turns: int) -> dict[str, float]:
             list(pool.map(turn, rngs, shots, small))
             if "trim" in layout and number % TRIM_TURNS == TRIM_TURNS - 1:
                 trims_s.append(heap.trim() or 0.0)
-        left = small[0][::50]  # somebody keeps a few small ones
+        left = small[0][::50]  # small objects that stay
         shots, small = [], []
         if "trim" in layout:
             trims_s.append(heap.trim() or 0.0)
@@ -110,7 +110,7 @@ def load(layout: str, num_turns: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the figures."""
+    """Run the layouts and print their figures."""
     arguments = parser("heap")
     arguments.add_argument("--layout", choices=LAYOUTS, help="this one, in this process")
     arguments.add_argument("--preload", default="", help="a library that has malloc")

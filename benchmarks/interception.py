@@ -37,14 +37,14 @@ from benchmarks.lib.rounds import Bench, Run, Talks, run
 from benchmarks.lib.servers import NUM_CONNECTIONS, Arm, Door, pin_load
 
 GROUP = 16
-"""Siblings of one prompt."""
+"""Number of siblings that share a prompt."""
 NUM_TURNS = 40
 PEER_CALLS = 40
-"""In each of its sessions: of fewer, our own round would be over in 50 ms."""
+"""Number of sessions; with fewer, a round of our gateway would end within 50 ms."""
 
 
 async def repeated(bench: Bench) -> None:
-    """1 KB, the same call in the same session: a sibling each time."""
+    """1 KB, the same call in the same session, so that each is a sibling of the last."""
     num_calls = bench.sized(320)
 
     def talks(doors: list[Door]) -> Iterator[Talk]:
@@ -59,7 +59,7 @@ async def repeated(bench: Bench) -> None:
 
 
 async def logprobs(bench: Bench) -> None:
-    """Log-probs of all tokens in the answer, otherwise as `repeated`."""
+    """Calls as in `repeated`, with the log-probs of all tokens in the answer."""
     num_calls = bench.sized(160)
 
     def talks(doors: list[Door]) -> Iterator[Talk]:
@@ -71,7 +71,7 @@ async def logprobs(bench: Bench) -> None:
 
 
 async def distinct(bench: Bench) -> None:
-    """1 KB, a new prompt in a new session each time."""
+    """1 KB, a new prompt in a new session for each call."""
 
     def talks(doors: list[Door]) -> Iterator[Talk]:
         for door in doors:
@@ -81,7 +81,7 @@ async def distinct(bench: Bench) -> None:
 
 
 async def siblings(bench: Bench) -> None:
-    """1 KB, a new session each time; sixteen have the same prompt, as a group's rollouts do."""
+    """1 KB, a new session for each call; sixteen share a prompt, as a group's rollouts do."""
 
     def talks(doors: list[Door]) -> Iterator[Talk]:
         for at in range(0, len(doors), GROUP):
@@ -104,7 +104,7 @@ async def growing(bench: Bench) -> None:
 
 
 async def peers(bench: Bench) -> None:
-    """1 KB, repeated, as the peers that are installed do it, beside ours."""
+    """1 KB, repeated, through our gateway and the installed peers."""
     installed = bench.new_peers()
     if not installed:
         print("peers: none is installed; `make bench-peers` does", file=sys.stderr)
@@ -123,7 +123,7 @@ async def peers(bench: Bench) -> None:
 
 NUM_OPENED = 10_000
 EARLY, LATE = 40, 400
-"""Turns whose costs are compared, each by the turns around it."""
+"""Turns whose costs are compared, each with the turns around it."""
 WINDOW = 16
 NUM_HISTORY_TURNS = 50
 
@@ -151,7 +151,7 @@ async def opened(bench: Bench) -> None:
 
 
 async def long(bench: Bench) -> None:
-    """Cost of a turn after 400 turns of history, and after 40."""
+    """Compare the cost of a turn after 400 turns of history with one after 40."""
     arm = bench.new_gateway("tokens")
     doors = await arm.open(NUM_CONNECTIONS)
     talkers = [rounds.Conversation(door, bench.texts) for door in doors]
@@ -169,7 +169,7 @@ async def long(bench: Bench) -> None:
 
 
 async def _turns(arm: Arm, talkers: Sequence[rounds.Conversation], num_turns: int) -> float:
-    """Go on with each conversation; the server's CPU per call in us."""
+    """Continue each conversation; return the server's CPU per call in us."""
     cpu_s = arm.child.cpu_s()
     talks = [talker.turns(num_turns, rounds.SHORT_CHARS) for talker in talkers]
     await carry(arm.port, talks, NUM_CONNECTIONS)
@@ -177,7 +177,7 @@ async def _turns(arm: Arm, talkers: Sequence[rounds.Conversation], num_turns: in
 
 
 async def fifty(bench: Bench) -> None:
-    """32 sessions of 50 turns, as miles' session server publishes them."""
+    """32 sessions of 50 turns, the workload that miles published for its session server."""
     arm = bench.new_gateway("tokens")
 
     def talks(doors: list[Door]) -> Iterator[Talk]:
@@ -202,7 +202,7 @@ RAW = b'{"rid":"bench","stream":true,"input_ids":[1,2,3],"sampling_params":{}}'
 
 
 async def paced(bench: Bench) -> None:
-    """Notes CPU per event and the time to the first event."""
+    """Measure CPU per event and the time to the first event."""
     for suffix, is_incremental in FORMS.items():
         await bench.pace(Pace(is_incremental, STREAM_TOKENS, EVENTS_PER_S))
         await _paced(bench, f"paced{suffix}")
@@ -229,7 +229,7 @@ async def _paced(bench: Bench, case: str) -> None:
 
 
 async def saturated(bench: Bench) -> None:
-    """Notes events per second of the server's core."""
+    """Measure events per second of the server's core."""
     for suffix, is_incremental in FORMS.items():
         await bench.pace(Pace(is_incremental, STREAM_TOKENS))
         arms = [bench.bare, bench.tokens]
@@ -240,14 +240,14 @@ async def saturated(bench: Bench) -> None:
 
 
 def cpu_us_per_event(done: Run) -> float:
-    """The server's, per event of the engine."""
+    """The server's CPU per event of the engine."""
     return 1e6 * done.cpu_s / (STREAM_TOKENS * len(done.timings.calls_s))
 
 
 async def _rounds(
     bench: Bench, arms: Sequence[Arm], num_streams: int, stagger_s: float
 ) -> list[list[Run]]:
-    """So many streams on each of 32 connections; the first round is not counted."""
+    """Run rounds with `num_streams` streams on each of 32 connections; the first is not counted."""
     runs: list[list[Run]] = [[] for _ in arms]
     for _ in range(1 + bench.sized(4)):
         for arm, done in zip(arms, runs, strict=True):
@@ -257,7 +257,7 @@ async def _rounds(
 
 
 def _talks(bench: Bench, arm: Arm, num_streams: int) -> Talks:
-    """Chats, or the engine's own events where a server passes bytes on."""
+    """Open chats, or the engine's own event streams where a server only forwards bytes."""
 
     def talks(doors: list[Door]) -> Iterator[Talk]:
         for door in doors * num_streams:
@@ -275,7 +275,9 @@ NUM_SESSIONS = 1000
 
 
 async def kept(bench: Bench) -> None:
-    """Conversations of 20 turns that grow to 30 KB, and new prompts in new sessions."""
+    """Conversations of 20 turns that grow to 30 KB, and new prompts in new sessions, with a
+    journal.
+    """
 
     def growing(doors: list[Door]) -> Iterator[Talk]:
         for door in doors:
@@ -296,7 +298,7 @@ async def kept(bench: Bench) -> None:
 
 
 async def recovered(bench: Bench) -> None:
-    """A gateway that ends with 1,000 open sessions of 20 turns, and how long the next one takes."""
+    """End a gateway with 1,000 open sessions of 20 turns; time the start of its successor."""
     empty_s = _timed(lambda: bench.new_gateway("tokens", journal="empty"))[1]
     arm = bench.new_gateway("tokens", journal="recovered")
     doors = await arm.open(bench.sized(NUM_SESSIONS))
@@ -392,13 +394,13 @@ async def measure(bench: Bench, cases: Sequence[str]) -> None:
 
 
 def judged(cases: Sequence[str], figures: dict[str, float]) -> list[Goal]:
-    """The goals of these cases; those beside peers only where `make bench-peers` was run."""
+    """Return the goals of these cases; goals against peers only if peers are installed."""
     wanted = set(cases) - ({"peers"} if PEER_GOAL.figure not in figures else set())
     return [goal for goal in [*GOALS, PEER_GOAL] if _case_of(goal) in wanted]
 
 
 def _case_of(goal: Goal) -> str:
-    """`paced_cumulative.cpu_vs_bare` is of the case `paced`."""
+    """Return the case of a goal; `paced_cumulative.cpu_vs_bare` belongs to `paced`."""
     return goal.figure.partition(".")[0].partition("_")[0]
 
 

@@ -50,14 +50,14 @@ from rollmesh.trainer.policy import Policy
 
 
 class PaddedPolicy:
-    """A policy that trains on padded rows; one minibatch, each rollout with the same weight."""
+    """A policy that trains on padded rows: one minibatch, each rollout with the same weight."""
 
     def __init__(self, folder: Path, settings: TrainerConfig) -> None:
         self._settings = settings
         self._model = load_model(folder)
         self._descent = ModelOptimizer(self._model, settings)
         self.num_tokens = 0
-        """Tokens of the last step's forwards, with padding."""
+        """Tokens of the last step's forwards, including padding."""
 
     def step(self, samples: Sequence[Sample], step: int) -> float:
         """Train once; return the gradient's norm."""
@@ -104,7 +104,7 @@ class PaddedPolicy:
 def padded(
     samples: Sequence[Sample], rows: list[list[int]], advantages: np.ndarray[Any, Any]
 ) -> dict[str, Tensor]:
-    """The tensors of one forward; the last token of a sample is a target only."""
+    """Return the tensors of one forward; the last token of a sample is a target only."""
     token_ids_BT = np.zeros((len(rows), max(len(samples[r[0]].token_ids) for r in rows)), np.int64)
     for row, members in enumerate(rows):
         token_ids = samples[members[0]].token_ids
@@ -130,7 +130,7 @@ def padded(
 
 
 GROUPS, SIBLINGS = 16, 16
-"""The demo's."""
+"""Batch size of the demo."""
 NUM_SEQUENCES = 16
 SHORTEST, LONGEST, EQUAL = 64, 2048, 512
 SAMPLED_SHARE = 0.25
@@ -139,7 +139,7 @@ SETTINGS = TrainerConfig(
     learning_rate=1e-3, max_logprob_gap=math.inf, max_token_gap=math.inf, loss_weight="rollout"
 )
 ALIKE = 1e-3
-"""Allowed difference of the sides' gradient norms, as a share."""
+"""Allowed relative difference of the gradient norms of the two sides."""
 
 GOALS = [
     Goal(f"{case}.{figure}", "<=", bound)
@@ -150,7 +150,7 @@ GOALS = [
 
 
 def demo_batch(folder: Path) -> list[Sample]:
-    """Random games, in groups."""
+    """Return random games, in groups."""
     env = GuessEnv()
     tokenizer = load_tokenizer(folder)
     tokens = GameTokens(
@@ -166,7 +166,7 @@ def demo_batch(folder: Path) -> list[Sample]:
 
 
 def made_up(lengths: Sequence[int], vocab_size: int) -> list[Sample]:
-    """Random sequences in groups of four, whose ends are sampled."""
+    """Return random sequences in groups of four whose last tokens are sampled."""
     chance = np.random.default_rng(0)
     samples = []
     for number, length in enumerate(lengths):
@@ -184,7 +184,7 @@ def new_sample(
     is_sampled: Sequence[bool],
     siblings: int = SIBLINGS,
 ) -> Sample:
-    """Sample `number` of a batch, with a random reward."""
+    """Return sample `number` of a batch, with a random reward."""
     loss_mask = np.array(is_sampled, np.bool_)
     return Sample(
         rollout_id=RolloutId(GroupId("bench", number // siblings), number % siblings),
@@ -200,7 +200,7 @@ def new_sample(
 
 
 def tail_lengths() -> list[int]:
-    """Log-uniform lengths."""
+    """Return log-uniform lengths."""
     bounds = math.log(SHORTEST), math.log(LONGEST)
     drawn = np.random.default_rng(0).uniform(*bounds, NUM_SEQUENCES)
     return [round(each) for each in np.exp(drawn)]
@@ -214,7 +214,7 @@ class Side:
         self.times_s: list[float] = []
 
     def run(self, number: int) -> float:
-        """Do a step; return the gradient's norm."""
+        """Run a step; return the gradient's norm."""
         start_s = time.thread_time()
         norm = self._step(number)
         self.times_s.append(time.thread_time() - start_s)
@@ -226,7 +226,7 @@ class Side:
 
 
 def compare(folder: Path, samples: list[Sample], num_rounds: int) -> dict[str, float]:
-    """Measure both sides in turns."""
+    """Measure both sides, alternating."""
     policy, padded = Policy(str(folder), SETTINGS), PaddedPolicy(folder, SETTINGS)
     ours = Side(lambda step: policy.step(samples, step).grad_norm)
     floor = Side(lambda step: padded.step(samples, step))
@@ -266,8 +266,8 @@ def main() -> None:
             "equal": made_up([EQUAL] * NUM_SEQUENCES, vocab_size),
         }
         for case, samples in batches.items():
-            told = compare(folder, samples, num_rounds)
-            figures |= {f"{case}.{figure}": value for figure, value in told.items()}
+            measured = compare(folder, samples, num_rounds)
+            figures |= {f"{case}.{figure}": value for figure, value in measured.items()}
     report(options, figures, GOALS)
 
 

@@ -38,7 +38,7 @@ MINIBATCHES = 4
 AGES = (1, 2, 3)
 """Train steps."""
 STEP = 5
-"""The step for which errors are measured."""
+"""The step whose errors are measured."""
 SETTINGS = TrainerConfig(
     learning_rate=1e-3, max_logprob_gap=1e9, max_token_gap=1e9, num_minibatches=MINIBATCHES
 )
@@ -47,11 +47,11 @@ GOALS = [
     Goal("step.loglinear_over_recompute", "<=", 0.85),
     *(Goal(f"age{age}.interpolated_over_recorded", "<=", 1.0) for age in AGES),
 ]
-"""Interpolation saves one of four passes, and is nearer than the recording."""
+"""Interpolation saves one of four passes, and its error is smaller than that of the recording."""
 
 
 def times(folder: Path, samples: list[Sample], num_rounds: int) -> dict[str, float]:
-    """Times of a step by each rule, in milliseconds."""
+    """Measure the step with each rule, in milliseconds."""
     settings = {rule: msgspec.structs.replace(SETTINGS, proximal=rule) for rule in RULES}
     policies = {rule: Policy(str(folder), settings[rule]) for rule in RULES}
     times_s: dict[str, list[float]] = {rule: [] for rule in RULES}
@@ -80,7 +80,7 @@ def logprobs(folder: Path, samples: list[Sample]) -> Tensor:
 
 
 def moments(folder: Path, samples: list[Sample]) -> dict[int, Tensor]:
-    """Log-probs by the number of optimiser steps done."""
+    """Return log-probs by the number of optimiser steps done."""
     policy = Policy(str(folder), msgspec.structs.replace(SETTINGS, num_minibatches=1))
     chance = random.Random(0)
     last = (STEP + 1) * MINIBATCHES
@@ -99,7 +99,7 @@ def moments(folder: Path, samples: list[Sample]) -> dict[int, Tensor]:
 
 
 def errors(by_moment: Mapping[int, Tensor]) -> dict[str, float]:
-    """Errors of each replacement, over the minibatches after the first."""
+    """Return the errors of each replacement, over the minibatches after the first."""
     began = STEP * MINIBATCHES
     figures: dict[str, float] = {}
     for age in AGES:

@@ -1,4 +1,4 @@
-"""How soon the mesh reacts: a killed worker's group, a cancelled call, Ctrl-C.
+"""Reaction times of the mesh: a killed worker's group, a cancelled call, Ctrl-C.
 
     python -m benchmarks.reactions [--quick] [--json] [--check] [--only CASE,...]
 
@@ -7,7 +7,7 @@
     interrupt      from SIGINT to the end of the last process of `rollmesh demo`
 
 Each case is tried 30 times (5 with --quick); median and 99th percentile are reported. Processes are
-real, the engine of the first two is scripted and waits in the middle of every turn.
+real; the engine of the first two is scripted and waits in the middle of every turn.
 docs/explanation/faults.md states the goals.
 """
 
@@ -43,7 +43,7 @@ NUM_TRIES, NUM_QUICK_TRIES = 30, 5
 NUM_SAMPLES = 4
 LOOK_S = 0.002
 PATIENCE_S = 60.0
-"""A reaction that takes longer ends the benchmark."""
+"""Seconds after which a missing reaction ends the benchmark."""
 GOALS = [
     Goal("worker_death_p99_s", "<=", 2.0),
     Goal("cancel_p99_s", "<=", 1.0),
@@ -94,7 +94,7 @@ class Mesh:
         )
 
     def kill_busy_worker(self) -> float:
-        """Kill the worker that runs rollouts; returns when."""
+        """Kill the worker that runs rollouts; return the time of the kill."""
         busy: list[str] = []
 
         def look() -> bool:
@@ -115,13 +115,13 @@ class Mesh:
         )
 
     async def ask_and_wait(self) -> GroupId:
-        """Ask for a group, and wait until the engine has all its calls and nothing else."""
+        """Ask for a group, and wait until the engine has exactly its calls."""
         group_id = self.ask()
         await self.until(lambda: self.engine.num_live == NUM_SAMPLES)
         return group_id
 
     async def cancel(self, group_id: GroupId) -> float:
-        """Cancel the group and wait until the engine has no call of it; returns the seconds."""
+        """Cancel the group; return the seconds until the engine has no call of it."""
         at_s = time.perf_counter()
         self.client.cancel(group_id, "enough")
         await self.until(lambda: self.engine.num_live == 0)
@@ -131,13 +131,13 @@ class Mesh:
         return took_s
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until the engine is in this state."""
+        """Wait until the condition holds at the engine."""
         async with asyncio.timeout(PATIENCE_S):
             await self.engine.until(condition)
 
 
 async def worker_death(num_tries: int) -> list[float]:
-    """Seconds from each kill to the first call of the group's next attempt."""
+    """Return the seconds from each kill to the first call of the group's next attempt."""
 
     async def once(mesh: Mesh) -> float:
         group_id = await mesh.ask_and_wait()
@@ -154,7 +154,7 @@ async def worker_death(num_tries: int) -> list[float]:
 
 
 async def cancel(num_tries: int) -> list[float]:
-    """Seconds from each cancel to the end of the group's calls at the engine."""
+    """Return the seconds from each cancel to the end of the group's calls at the engine."""
 
     async def once(mesh: Mesh) -> float:
         return await mesh.cancel(await mesh.ask_and_wait())
@@ -173,7 +173,7 @@ async def _tries(once: Callable[[Mesh], Awaitable[float]], num_tries: int) -> li
 
 
 async def interrupt(num_tries: int) -> list[float]:
-    """Seconds from each Ctrl-C in a demo that trains to the end of its last process."""
+    """Return the seconds from each Ctrl-C in a training demo to the end of its last process."""
     return [await asyncio.to_thread(_interrupted) for _ in range(num_tries)]
 
 

@@ -1,12 +1,12 @@
-"""The demo, killed five times with kill -9 and resumed, beside the same demo undisturbed.
+"""The demo, killed five times with kill -9 and resumed, compared with an undisturbed demo.
 
     python -m benchmarks.recovery [--quick] [--json] [--check] [--plot PICTURE]
 
-The trainer alone is killed (launch starts the next), or launch and with it all processes (`demo
---resume`), at steps that are known beforehand. `--plot` draws the picture of the page on recovery.
+At fixed steps either the trainer is killed (launch restarts it), or launch and with it all
+processes (`demo --resume`). `--plot` draws the picture of the page on recovery.
 
-- Figures come from the files that the two runs leave; a step that was redone is in the curve as it
-  was done last.
+- Figures come from the files of the two runs; the curve shows the last execution of a repeated
+  step.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from rollmesh.launch.folder import read_pids, read_summary
 from rollmesh.trainer.reports.learning_curve import moving_mean, read_rows
 from rollmesh.trainer.reports.records import read_recoveries
 
-matplotlib.use("Agg")  # no display here, and none wanted
+matplotlib.use("Agg")  # there may be no display
 
 import matplotlib.pyplot as plt
 
@@ -37,41 +37,41 @@ GOALS = [
     Goal("success_behind", "<=", 0.1),
 ]
 LOOK_S = 0.05
-"""How often the run's file is looked at."""
+"""Interval at which the run's file is read."""
 MEAN_STEPS = 10
 
 
 class Kill(NamedTuple):
-    """When so many steps are done."""
+    """Number of finished steps after which the kill happens."""
 
     num_steps: int
     role: str
-    """`launch` takes all others with it."""
+    """`trainer`, or `launch`, which takes all other processes with it."""
 
 
 FULL = (Kill(17, "trainer"), Kill(33, "launch"), Kill(52, "trainer"), Kill(66, "launch"))
 KILLS = {100: (*FULL, Kill(83, "trainer")), 25: (Kill(6, "trainer"), Kill(15, "launch"))}
-"""By the length of the run."""
+"""Kills as shares of the run's length."""
 
 
 class Demo:
-    """A run of the demo in a folder of its own."""
+    """A run of the demo in its own folder."""
 
     def __init__(self, folder: Path, num_steps: int) -> None:
         self.run = folder / "demo"
         self._words = [sys.executable, "-m", "rollmesh.cli.main", "demo", "--no-live"]
         self._words += ["--set", f"run.folder={folder}", "--set", f"trainer.num_steps={num_steps}"]
-        # A dead trainer's engine waits for its lease; 30 s of that would be most of the picture.
+        # A dead trainer's engine waits for its lease; 30 s of that would dominate the picture.
         self._words += ["--set", "publish.lease_s=5", "--set", "trainer.checkpoint_steps=20"]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str) -> None:
-        """Begin it, or go on with it."""
+        """Start the demo, or resume it."""
         words = [*self._words, *more]
         self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=True)
 
     def wait(self) -> None:
-        """Until it is done."""
+        """Wait until it is done."""
         assert self._process
         if self._process.wait():
             raise SystemExit(f"the demo in {self.run} ended with code {self._process.returncode}")
@@ -82,7 +82,7 @@ class Demo:
         return [row for row in read_rows(path) if row["step"] >= 0] if path.exists() else []
 
     def kill(self, kill: Kill) -> float:
-        """When it is time; seconds from there until a step was done that was not done before."""
+        """Kill at the due step; return the seconds until a new step was done."""
         while len(self.rows()) < kill.num_steps:
             time.sleep(LOOK_S)
         pids = {row.role: row.pid for row in read_pids(self.run)}
@@ -100,7 +100,7 @@ class Demo:
 
 
 def figures_of(calm: Demo, killed: Demo, pauses_s: list[float]) -> dict[str, float]:
-    """Figures from the files of both runs."""
+    """Return figures from the files of both runs."""
     steps = [row["step"] for row in killed.rows()]
     calm_end, end = (read_summary(demo.run / "summary.json") for demo in (calm, killed))
     return {
@@ -123,7 +123,7 @@ def figures_of(calm: Demo, killed: Demo, pauses_s: list[float]) -> dict[str, flo
 
 
 def draw(calm: Demo, killed: Demo, kills: tuple[Kill, ...], path: Path) -> None:
-    """Both curves, and where the one was killed."""
+    """Draw both curves and mark the kills."""
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     looks = {"undisturbed": (calm, "#888888"), "killed and gone on with": (killed, "#1f5fa8")}
     for label, (demo, color) in looks.items():

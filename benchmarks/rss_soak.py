@@ -6,17 +6,17 @@
     python benchmarks/rss_soak.py --mode relay --out runs/relay      beside a bare proxy
 
 Agents of 45 turns show a new 0.5 MB screenshot at each, 4 at a time for each worker, in groups of
-4; some vanish in mid-stream and ask again, some crash. `--out` gets soak.json, soak.md and
+4; some disconnect during a stream and ask again, some crash. `--out` gets soak.json, soak.md and
 curves.png. The arms:
 
-    on                  all measures; alone where nothing is compared
+    on                  all measures; the only arm if nothing is compared
     less NAME           all but one (--ablate, --shape seed)
     off                 none of those
     relay, bare         our gateway, and a proxy that records nothing (--mode relay)
-    mallopt, trim, ...  ways to give memory back (--allocators)
+    mallopt, trim, ...  ways to return memory to the system (--allocators)
 
-- Memory is read from outside the measured processes; what they had to hold is counted by the
-  agents, which run in another process.
+- Memory is read from outside the measured processes; the bytes that they had to hold are counted by
+  the agents, which run in another process.
 - Goals are the same for any duration, but a slope is judged only over 20 waves and 3,000 rollouts.
 """
 
@@ -56,21 +56,21 @@ WAVE_S = 75.0
 MIN_WAVES = 4
 SLOPE_WAVES, SLOPE_ROLLOUTS = 20, 3000
 LAG_KEEP = 3
-"""The loop's lag is judged for histories that are kept so short."""
+"""The loop's lag is judged only for histories of at most this many screenshots."""
 
 
 class Findings(msgspec.Struct):
-    """All arms, and what they come to."""
+    """All arms with their figures and goals."""
 
     arms: list[Seen]
     figures: dict[str, float]
-    """By `arm.name`."""
+    """Figures by `arm.name`."""
     goals: list[Goal]
     notes: list[str]
 
 
 def run(options: argparse.Namespace, scratch: Path) -> Findings:
-    """One arm after the other, each with processes of its own."""
+    """Run one arm after the other, each with its own processes."""
     plan = Plan(
         num_rollouts=options.rollouts or 0,
         minutes=options.minutes,
@@ -121,7 +121,7 @@ def _arms(options: argparse.Namespace) -> tuple[list[Arm], list[str]]:
 
 
 def _library(name: str) -> str:
-    """Its path; '' where the system has none."""
+    """Return the library's path; '' if the system has none."""
     if not ctypes.util.find_library(name):
         return ""
     found = sorted(glob.glob(f"/usr/lib/*/lib{name}.so*") + glob.glob(f"/usr/lib/lib{name}.so*"))
@@ -129,7 +129,7 @@ def _library(name: str) -> str:
 
 
 def _own_goals(seen: Seen, figures: dict[str, float], keep: int) -> list[Goal]:
-    """Goals of an arm with all measures on."""
+    """Return the goals of an arm with all measures enabled."""
     name = seen.name
     if name not in ("on", "relay"):
         return []
@@ -154,7 +154,7 @@ def _own_goals(seen: Seen, figures: dict[str, float], keep: int) -> list[Goal]:
 def _compared(
     found: dict[str, dict[str, float]], figures: dict[str, float], keep: int
 ) -> list[Goal]:
-    """Figures of two arms together, which are added, and their goals."""
+    """Add figures that compare two arms; return their goals."""
     goals = []
     on, off, bare = found.get("on"), found.get("off"), found.get(BARE)
     if on and off:
@@ -169,14 +169,14 @@ def _compared(
         figures["relay_vs_bare.peak"] = ours["peak_mb"] / bare["peak_mb"]
         goals.append(Goal("relay_vs_bare.resting", "<=", 1.0))
         if not keep:
-            # Agents that drop screenshots send little; what they showed must be recorded all the
-            # same, and one that records nothing is no measure of that.
+            # Agents that drop screenshots send little, but all screenshots must be recorded; a
+            # proxy that records nothing is then no baseline.
             goals.append(Goal("relay_vs_bare.peak", "<=", 1.5))
     return goals
 
 
-SEED = (("the seed, unmended", 1053, 990), ("the seed, fixed", 275, 155))
-"""Peak and resting MB of 45-turn browser rollouts, 4 at a time: where this began."""
+SEED = (("first version", 1053, 990), ("first version, fixed", 275, 155))
+"""Peak and resting MB of 45-turn browser rollouts, 4 at a time, in the first version."""
 COLUMNS = (
     ("idle_mb", "idle, MB"),
     ("peak_mb", "peak, MB"),
@@ -192,20 +192,20 @@ POINTS = 2000
 
 
 def table(soaked: Findings) -> str:
-    """Markdown: a line an arm, and what it tells beside."""
+    """Return a Markdown table with a line per arm, and notes below it."""
     lines = ["| arm | " + " | ".join(title for _, title in COLUMNS) + " |"]
     lines.append("|---" * (len(COLUMNS) + 1) + "|")
     for seen in soaked.arms:
-        # One that was stopped had nothing to hold any more when it held most.
+        # A stopped arm held nothing any more at its peak.
         void = ("load_at_peak_mb", "peak_factor") if seen.is_stopped else ()
         cells = (
             None if name in void else soaked.figures.get(f"{seen.name}.{name}")
             for name, _ in COLUMNS
         )
-        told = " | ".join("" if cell is None else _number(cell) for cell in cells)
-        lines.append(f"| {seen.name} | {told} |")
+        row = " | ".join("" if cell is None else _number(cell) for cell in cells)
+        lines.append(f"| {seen.name} | {row} |")
     if any(seen.name == "off" for seen in soaked.arms):
-        lines += [f"| {who} | | {peak} | {rest} |" + " |" * 5 for who, peak, rest in SEED]
+        lines += [f"| {version} | | {peak} | {rest} |" + " |" * 5 for version, peak, rest in SEED]
     lines += ["", *_shares(soaked), *(_copies(seen) for seen in soaked.arms)]
     lines += [f"- {note}" for note in soaked.notes]
     for seen in soaked.arms:
@@ -214,7 +214,7 @@ def table(soaked: Findings) -> str:
 
 
 def write(soaked: Findings, folder: Path, words: Sequence[str]) -> None:
-    """All three, into `folder`."""
+    """Write all three files into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "benchmarks/rss_soak.py", *words])
     tree = {
@@ -224,15 +224,15 @@ def write(soaked: Findings, folder: Path, words: Sequence[str]) -> None:
         "goals": [list(goal) for goal in soaked.goals],
         "missed": [goal.figure for goal in soaked.goals if not goal.is_met(soaked.figures)],
         "notes": soaked.notes,
-        "arms": [_told(seen) for seen in soaked.arms],
+        "arms": [_arm_document(seen) for seen in soaked.arms],
     }
     (folder / "soak.json").write_bytes(msgspec.json.format(msgspec.json.encode(tree), indent=1))
     (folder / "soak.md").write_text(f"`{command}`\n\n{table(soaked)}\n")
     _draw(soaked, folder / "curves.png", command)
 
 
-def _told(seen: Seen) -> dict[str, object]:
-    """An arm for the file: lags by the second, and memory as it was read."""
+def _arm_document(seen: Seen) -> dict[str, object]:
+    """Return an arm for the file: lags by second, and all memory samples."""
     begin_s = next(iter(seen.series.values())).at_s[0]
     series = {
         name: {
@@ -260,7 +260,7 @@ def _told(seen: Seen) -> dict[str, object]:
 
 
 def _by_second(seen: Seen, name: str, begin_s: float) -> list[tuple[float, float]]:
-    """The worst lag of each second, in ms."""
+    """Return the worst lag of each second, in ms."""
     worst: dict[int, float] = {}
     for at_s, lag_s in zip(*seen.lags[name], strict=True):
         second = int((at_s - begin_s) / LAG_BIN_S)
@@ -286,12 +286,12 @@ def _copies(seen: Seen) -> str:
     peak, named = peak_of(seen, name), named_at_peak(seen, name)
     parts = [f"{_what(gauge)} {held / MB:.0f}" for gauge, held in named.items() if held >= MB / 2]
     unnamed = peak.rss_bytes - peak.idle_bytes - sum(named.values())
-    told = ", ".join([f"idle {peak.idle_bytes / MB:.0f}", *parts, f"the rest {unnamed / MB:.0f}"])
-    return f"- {seen.name}: {peak.rss_bytes / MB:.0f} MB at the peak of {name} were {told}"
+    shares = ", ".join([f"idle {peak.idle_bytes / MB:.0f}", *parts, f"the rest {unnamed / MB:.0f}"])
+    return f"- {seen.name}: {peak.rss_bytes / MB:.0f} MB at the peak of {name} were {shares}"
 
 
 def _what(gauge: str) -> str:
-    """The value of its one label."""
+    """Return the value of a gauge's only label."""
     return gauge.partition('"')[2].partition('"')[0]
 
 
@@ -342,7 +342,7 @@ def _draw(soaked: Findings, path: Path, command: str) -> None:
 
 
 if not __package__:
-    # As a script: what it imports, and the processes it starts, stand beside its folder.
+    # As a script: its imports, and the processes that it starts, need the repository's root.
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
@@ -351,7 +351,7 @@ SEED_ROLLOUTS = 24
 
 
 def main() -> None:
-    """Soak, write down, judge."""
+    """Run the soak, write the files, report."""
     options = _options()
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -367,15 +367,34 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     arguments = parser("rss_soak")
     add = arguments.add_argument
-    add("--minutes", type=float, help=f"of each arm ({DEFAULT_MINUTES:g})")
-    add("--rollouts", type=int, help="of each arm in one wave, instead of minutes")
-    add("--workers", type=int, default=1, help="workers, or for relay so many times 4 agents (1)")
-    add("--keep", type=int, default=0, help="the last K screenshots stay in a history (0: all)")
-    add("--blob-mb", type=int, default=0, help="interception.max_blob_bytes in MB (as it is set)")
+    add("--minutes", type=float, help=f"minutes of each arm (default: {DEFAULT_MINUTES:g})")
+    add("--rollouts", type=int, help="rollouts of each arm, in one wave, instead of minutes")
+    add(
+        "--workers",
+        type=int,
+        default=1,
+        help="workers; in relay mode 4 agents for each (default: 1)",
+    )
+    add(
+        "--keep",
+        type=int,
+        default=0,
+        help="latest screenshots that stay in a history (default: 0, all)",
+    )
+    add(
+        "--blob-mb",
+        type=int,
+        default=0,
+        help="interception.max_blob_bytes in MB (default: as configured)",
+    )
     add("--mode", choices=("tokens", "relay"), default="tokens")
-    add("--shape", choices=("seed",), help="24 rollouts, one worker, with all measures and without")
-    add("--ablate", default="", help=f"of {','.join(MEASURES)}: an arm without each")
-    add("--allocators", action="store_true", help="an arm for each way to give memory back")
+    add("--shape", choices=("seed",), help="24 rollouts, one worker, with and without all measures")
+    add("--ablate", default="", help=f"measures to remove, one arm for each: {','.join(MEASURES)}")
+    add(
+        "--allocators",
+        action="store_true",
+        help="an arm for each way to return memory to the system",
+    )
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="folder for soak.json, soak.md, curves.png")
     options = arguments.parse_args()

@@ -1,15 +1,14 @@
-"""How large one router may become: 10,000 workers' heartbeats and a million queued rollouts.
+"""Limits of one router: 10,000 workers' heartbeats and a million queued rollouts.
 
     python -m benchmarks.scale [--quick] [--json] [--check]
 
 The router's own scheduler in this process receives the messages that real peers send, on a clock
-that is advanced by hand: CPU and memory are measured without sockets (see
-`python -m benchmarks.serving --only router`). docs/internals/scale.md draws the conclusions.
-`SyntheticTraffic` also serves tests: clients send requests, workers run them, some vanish, and
-messages arrive late or twice.
+that is advanced by hand: CPU and memory are measured without sockets (with them, see
+`benchmarks.serving --only router`). docs/internals/scale.md draws the conclusions. `SyntheticTraffic`
+also serves tests: clients ask, workers run, some vanish, and messages arrive late or twice.
 
 - A quick run has as many workers and as long a queue as a full one, but a fifth of the duration.
-- Every group that is asked for ends; after `rest` no peer and no group is left.
+- Every requested group ends; after `rest` no peer and no group is left.
 """
 
 import gc
@@ -54,14 +53,14 @@ from rollmesh.wire.messages import (
 NUM_SIM_CLIENTS, NUM_SIM_WORKERS = 4, 16
 SIM_SLOTS, SIM_GROUP = 64, 4
 WINDOW = 400
-"""Groups under way; all slots are 256 groups."""
+"""Groups in progress; all slots are 256 groups."""
 ASK_BYTES = 1000
 TURNS_PER_BEAT = 2
 TURNS_PER_LOSS, TURNS_PER_NEW_CLIENT = 8, 20
 LONGEST_S = 3600.0
 """Deadline of a group."""
 SILENCE_S = LONGEST_S + 100.0
-"""After it a router has forgotten who was silent, and when it was to look at what has ended."""
+"""Seconds after which a router has forgotten silent peers and its timers for ended groups."""
 ENDED = (GroupState.DONE, GroupState.FAILED, GroupState.CANCELLED)
 
 
@@ -72,11 +71,13 @@ class WorkerPeer:
         self.name = name
         self.started_s = started_s
         self.runs: dict[GroupId, int] = {}
-        """Attempts, by group."""
+        """Attempts by group."""
 
 
 class SyntheticTraffic:
-    """`num_ended` of `num_asked` groups have ended for their clients."""
+    """A router's scheduler with clients and workers; `num_ended` of `num_asked` groups have
+    ended.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self.group_scheduler = GroupScheduler(RouterConfig(), 0.0)
@@ -88,11 +89,11 @@ class SyntheticTraffic:
         self._clients: list[str] = []
         self._workers: dict[str, WorkerPeer] = {}
         self._open: dict[GroupId, str] = {}
-        """By group: its client."""
+        """Client by group."""
         self._sends: deque[Send] = deque()
 
     def run(self, num_groups: int) -> None:
-        """Ask for so many more, and turn until all have ended."""
+        """Ask for `num_groups` more, and take turns until all have ended."""
         while len(self._clients) < NUM_SIM_CLIENTS:
             self._clients.append(self._new_client())
         while len(self._workers) < NUM_SIM_WORKERS:
@@ -102,11 +103,11 @@ class SyntheticTraffic:
             self._turn(until)
 
     def rest(self) -> None:
-        """All leave, and time goes by until the router has forgotten them; `run` brings others."""
+        """Let all peers leave and the router forget them; `run` creates new ones."""
         for client_id in self._clients:
-            self._say(client_id, ClientLeft(client_id))
+            self._send(client_id, ClientLeft(client_id))
         for worker in self._workers.values():
-            self._say(worker.name, WorkerLeft(worker.name, "the end", 1, worker.started_s))
+            self._send(worker.name, WorkerLeft(worker.name, "the end", 1, worker.started_s))
         self._clients.clear()
         self._workers.clear()
         end_s = self._now_s + SILENCE_S
@@ -136,37 +137,37 @@ class SyntheticTraffic:
         group_id = GroupId("r7f3a9c1", self.num_asked)
         self.num_asked += 1
         self._open[group_id] = client_id
-        self._say_ask(group_id)
+        self._send_ask(group_id)
         chance = self._random.random()
         if chance < 0.02:
-            self._say_ask(group_id)
+            self._send_ask(group_id)
         elif chance < 0.03:
-            self._say(client_id, CancelGroup(group_id, "no longer wanted"))
+            self._send(client_id, CancelGroup(group_id, "no longer wanted"))
         self._deliver()
 
-    def _say_ask(self, group_id: GroupId) -> None:
+    def _send_ask(self, group_id: GroupId) -> None:
         client_id = self._open[group_id]
         deadline_s = LONGEST_S if group_id.seq % 3 == 0 else 0.0
         sink = "tcp://127.0.0.1:40000"
         ask = AskGroup(group_id, client_id, "bench", SIM_GROUP, sink, 0, 0, deadline_s)
-        self._say(client_id, ask, bytes(ASK_BYTES))
+        self._send(client_id, ask, bytes(ASK_BYTES))
 
     def _work(self, worker: WorkerPeer) -> None:
-        """Some of what it runs ends; now and then it is said twice, or handed back."""
+        """End some of the worker's groups; a few are reported twice, or returned."""
         for group_id, attempt in list(worker.runs.items()):
             chance = self._random.random()
             if chance < 0.5:
                 continue
             del worker.runs[group_id]
             if chance < 0.51:
-                self._say(worker.name, GroupReturned(group_id, attempt, "no room"))
+                self._send(worker.name, GroupReturned(group_id, attempt, "no room"))
                 continue
             for _ in range(2 if chance < 0.53 else 1):
-                self._say(worker.name, GroupDelivered(group_id, attempt))
+                self._send(worker.name, GroupDelivered(group_id, attempt))
 
     def _beat(self) -> None:
         for client_id in self._clients:
-            self._say(client_id, ClientBeat(client_id, 1))
+            self._send(client_id, ClientBeat(client_id, 1))
         for worker in self._workers.values():
             beat = WorkerBeat(
                 worker_id=worker.name,
@@ -180,18 +181,18 @@ class SyntheticTraffic:
                 num_tokens=1,
                 started_s=worker.started_s,
             )
-            self._say(worker.name, beat)
+            self._send(worker.name, beat)
 
     def _lose_worker(self) -> None:
-        """Silence one: for good, or its next process takes its name, or it reports everything
+        """Remove a worker for good, or restart it under its name, or let it report all its groups
         again.
         """
         name = self._random.choice(list(self._workers))
         worker = self._workers.pop(name)
-        fate = self._random.randrange(3)
-        if fate == 0:
+        outcome = self._random.randrange(3)
+        if outcome == 0:
             self._new_worker()
-        elif fate == 1:
+        elif outcome == 1:
             self._new_worker(name)
         else:
             self._workers[name] = worker
@@ -199,10 +200,10 @@ class SyntheticTraffic:
             self._greet(worker, held)
 
     def _change_client(self) -> None:
-        """One leaves with what it wants, and another comes."""
+        """Replace a client; its groups end."""
         at = self._random.randrange(NUM_SIM_CLIENTS)
         left, self._clients[at] = self._clients[at], self._new_client()
-        self._say(left, ClientLeft(left))
+        self._send(left, ClientLeft(left))
         gone = [group_id for group_id, client_id in self._open.items() if client_id == left]
         for group_id in gone:
             self._end(group_id)
@@ -223,13 +224,13 @@ class SyntheticTraffic:
         hello = WorkerHello(
             worker.name, "bench", SIM_SLOTS, 1, "elsewhere", held, started_s=worker.started_s
         )
-        self._say(worker.name, hello)
+        self._send(worker.name, hello)
 
-    def _say(self, who: str, message: AnyMessage, body: bytes = b"") -> None:
-        self._sends += self.group_scheduler.step(Received(who.encode(), message, body), self._now_s)
+    def _send(self, name: str, message: AnyMessage, body: bytes = b"") -> None:
+        self._sends += self.group_scheduler.step(Received(name.encode(), message, body), self._now_s)
 
     def _deliver(self) -> None:
-        """Deliver what the router sent; messages to peers that have left are lost."""
+        """Deliver the router's messages; those to peers that have left are lost."""
         while self._sends:
             send = self._sends.popleft()
             worker = self._workers.get(send.route.decode())
@@ -237,7 +238,7 @@ class SyntheticTraffic:
                 case RunGroup(group_id, attempt) if worker:
                     if group_id not in worker.runs:
                         worker.runs[group_id] = attempt
-                        self._say(worker.name, GroupStarted(group_id, attempt))
+                        self._send(worker.name, GroupStarted(group_id, attempt))
                 case CancelRun(group_id) if worker:
                     worker.runs.pop(group_id, None)
                 case GroupFailed(group_id):
@@ -256,26 +257,26 @@ SLOTS = 64
 GROUP = 16
 NUM_CLIENTS = 4
 NUM_QUEUED = 1_000_000 // GROUP
-"""Groups that wait while all workers are full."""
+"""Number of groups that wait while all workers are full."""
 TICKS_PER_BEAT = 2
 START_S = 10.0
-"""In so many seconds all that runs has begun."""
-LIFE_GROUPS = 250_000
-"""A million rollouts in groups of four."""
-LIFE_LOOKS = 25
+"""Seconds within which all groups begin."""
+LONG_RUN_GROUPS = 250_000
+"""Number of groups, of four rollouts each: a million rollouts."""
+LONG_RUN_LOOKS = 25
 MB = 1e6
 
 GOALS = [
     Goal("beats.core_share", "<=", 0.5),
     Goal("queue.bytes_per_group_over_its_ask", "<=", 2000.0),
     Goal("groups.us_with_10k_workers_vs_one", "<=", 2.0),
-    Goal("life.mb_per_100k_groups", "<=", 1.0),
-    Goal("life.entries_at_rest", "<=", 0.0),
+    Goal("long_run.mb_per_100k_groups", "<=", 1.0),
+    Goal("long_run.entries_at_rest", "<=", 0.0),
 ]
 
 
 class Mesh:
-    """A group scheduler and its peers' frames; `now_s` is the hand-turned clock."""
+    """A scheduler and its peers' frames; `now_s` is the manual clock."""
 
     def __init__(self, num_workers: int) -> None:
         self.now_s = 100.0
@@ -285,44 +286,44 @@ class Mesh:
         self.num_asked = 0
         self._names = [f"worker-{number}" for number in range(num_workers)]
         for number in range(NUM_CLIENTS):
-            self._hear(f"client-{number}".encode(), ClientHello(f"client-{number}"))
+            self._receive(f"client-{number}".encode(), ClientHello(f"client-{number}"))
         for name in self._names:
-            self._hear(name.encode(), WorkerHello(name, "bench", SLOTS, 1, "elsewhere"))
+            self._receive(name.encode(), WorkerHello(name, "bench", SLOTS, 1, "elsewhere"))
 
     def ask(self, num_groups: int) -> list[Send]:
-        """So many asks, of all clients in turns; what was sent about them."""
+        """Ask for groups of all clients in turns; return the messages that the router sends."""
         sends: list[Send] = []
         for _ in range(num_groups):
             client = f"client-{self.num_asked % NUM_CLIENTS}"
             ask = AskGroup(
                 GroupId("r7f3a9c1", self.num_asked), client, "bench", GROUP, "tcp://127.0.0.1:40000"
             )
-            sends += self._hear(client.encode(), ask, bytes(ASK_BYTES))
+            sends += self._receive(client.encode(), ask, bytes(ASK_BYTES))
             self.num_asked += 1
         return sends
 
     def start(self, runs: list[Send]) -> None:
-        """Workers begin these, one after the other: so each is confirmed at another time."""
+        """Start these groups on their workers, each at another time."""
         for send in runs:
             assert isinstance(send.message, RunGroup)
             self.now_s += START_S / len(runs)
-            self._hear(send.route, GroupStarted(send.message.group_id, send.message.attempt))
+            self._receive(send.route, GroupStarted(send.message.group_id, send.message.attempt))
 
     def finish(self, runs: list[Send], num_groups: int) -> None:
-        """The next groups start and are delivered; each that ends makes room for another."""
+        """Start and deliver groups; each that ends makes room for another."""
         done = 0
         while done < num_groups:
             following: list[Send] = []
             for send in runs[: num_groups - done]:
                 assert isinstance(send.message, RunGroup)
                 group_id, attempt = send.message.group_id, send.message.attempt
-                self._hear(send.route, GroupStarted(group_id, attempt))
-                following += self._hear(send.route, GroupDelivered(group_id, attempt))
+                self._receive(send.route, GroupStarted(group_id, attempt))
+                following += self._receive(send.route, GroupDelivered(group_id, attempt))
                 done += 1
             runs = runs_in(following)
 
     def beat(self, num_beats: int) -> float:
-        """All workers beat so often, and the clock goes on; CPU seconds of ticks and status."""
+        """Send `num_beats` heartbeats of all workers; return CPU seconds of ticks and status."""
         frames = [encode(Packet(beat_of(name), "i1")) for name in self._names]
         ticks_s = 0.0
         for _ in range(num_beats):
@@ -336,13 +337,13 @@ class Mesh:
                 ticks_s += time.process_time() - began_s
         return ticks_s
 
-    def _hear(
+    def _receive(
         self, route: bytes, message: AskGroup | WorkerHello | object, body: bytes = b""
     ) -> list[Send]:
         return self._take(route, encode(Packet(message, "i1", body)))  # type: ignore[arg-type]
 
     def _take(self, route: bytes, frames: list[Buffer]) -> list[Send]:
-        """Step as the router's shell does, up to the socket."""
+        """Step as the router's shell does, without the socket."""
         packet = decode(frames)
         received = Received(route, packet.message, packet.body, packet.router)
         sends = self.group_scheduler.step(received, self.now_s)
@@ -352,7 +353,7 @@ class Mesh:
 
 
 def beat_of(name: str) -> WorkerBeat:
-    """A full worker's."""
+    """Return the heartbeat of a full worker."""
     return WorkerBeat(
         worker_id=name,
         num_running=SLOTS,
@@ -372,41 +373,41 @@ def runs_in(sends: list[Send]) -> list[Send]:
 
 
 def cpu_us(work: Callable[[], object], number: int) -> float:
-    """CPU of one of so many."""
+    """Return the CPU time of `work`, divided by `number`."""
     began_s = time.process_time()
     work()
     return 1e6 * (time.process_time() - began_s) / number
 
 
-def live(num_groups: int) -> dict[str, float]:
-    """Measure what remains in a scheduler after `num_groups` groups.
+def long_run(num_groups: int) -> dict[str, float]:
+    """Return the memory and the entries that are left after `num_groups` groups.
 
-    The first fifth fills what is bounded: notes, agendas, workers that are not forgotten yet.
+    The first fifth fills what is bounded: tombstones, timers, workers that are not yet forgotten.
     """
     traffic, own = SyntheticTraffic(), psutil.Process()
     points: list[tuple[int, int]] = []
-    for _ in range(LIFE_LOOKS):
-        traffic.run(num_groups // LIFE_LOOKS)
+    for _ in range(LONG_RUN_LOOKS):
+        traffic.run(num_groups // LONG_RUN_LOOKS)
         gc.collect()
         Heap().trim()
         points.append((traffic.num_asked, own.memory_info().rss))
-    assert traffic.num_ended == traffic.num_asked
-    filled = points[LIFE_LOOKS // 5 :]
+    assert traffic.num_ended == peers.num_asked
+    filled = points[LONG_RUN_LOOKS // 5 :]
     slope = linear_regression(*zip(*filled, strict=True)).slope
     traffic.rest()
     return {
-        "life.rollouts": float(SIM_GROUP * traffic.num_asked),
-        "life.workers_lost": float(traffic.group_scheduler.table.num["workers_lost"]),
-        "life.rss_mb": points[-1][1] / MB,
-        "life.mb_per_100k_groups": slope * 100_000 / MB,
-        "life.entries_at_rest": float(sum(entries(traffic.group_scheduler).values())),
+        "long_run.rollouts": float(SIM_GROUP * traffic.num_asked),
+        "long_run.workers_lost": float(traffic.group_scheduler.table.num["workers_lost"]),
+        "long_run.rss_mb": points[-1][1] / MB,
+        "long_run.mb_per_100k_groups": slope * 100_000 / MB,
+        "long_run.entries_at_rest": float(sum(entries(traffic.group_scheduler).values())),
     }
 
 
 def measure(is_quick: bool) -> dict[str, float]:
-    """All figures."""
-    # First, while nothing else moves this process's memory.
-    figures = live(LIFE_GROUPS // 5 if is_quick else LIFE_GROUPS)
+    """Return all figures."""
+    # First, while nothing else changes this process's memory.
+    figures = long_run(LONG_RUN_GROUPS // 5 if is_quick else LONG_RUN_GROUPS)
     rss = psutil.Process().memory_info
     before = rss().rss
     mesh = Mesh(NUM_WORKERS)

@@ -50,7 +50,7 @@ from rollmesh.wire.scheduling import PipelineSpec, WorkerPhase
 
 NODE_GPUS = 8
 MAPPED = 8
-"""Pipelines that may use a GPU, in the mean."""
+"""Mean number of pipelines that may use a GPU."""
 REST = {WorkerPhase.WAKING: WorkerPhase.AWAKE, WorkerPhase.SLEEPING: WorkerPhase.ASLEEP}
 
 

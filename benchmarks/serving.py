@@ -1,21 +1,21 @@
-"""The cost and capacity of serving: router, workers, client, sink, beside a floor and a peer.
+"""The cost and capacity of serving: router, workers, client, sink, beside a baseline and a peer.
 
     python -m benchmarks.serving [--only CASE,...] [--quick] [--json] [--check]
 
     echo        1 KB requests, answers of 20 turns x 200 tokens; beside a bare ROUTER that carries
-                the same bytes and, where installed, verifiers' env server
+                the same bytes and, if installed, verifiers' env server
     sleep       rollouts of 2 s, 2,000 in flight over 4 workers
     burn        rollouts of 5 ms of CPU over 2 workers
     burst       400 rollouts of 2 s at once over 2 workers
-    turns       answers of 100 turns against 20: made in advance, and by agents that stream
+    turns       answers of 100 turns against 20: prepared ones, and by agents that stream
     router      one router process: whole groups, bare requests, and groups beside a peer that
                 never reads
 
 `<case>.cpu_us.<role>` is a role's CPU per group, all its processes together; `vs_floor` and
 `vs_verifiers` are ratios of groups/s.
 
-- A ratio is between laps that follow each other; a figure is the median over the rounds, CPU the
-  least of them. The first round warms up and is not counted.
+- A ratio is between consecutive laps; a figure is the median over the rounds, CPU the minimum. The
+  first round warms up and is not counted.
 - No goal is easier or absent under --quick; `--only` judges the goals of its cases.
 """
 
@@ -58,7 +58,7 @@ ASK_BYTES = 1000
 NUM_TURNS = 20
 WINDOW = 64
 SLEEP_S, BURN_S = 2.0, 0.005
-TOLD = Shape(env="told", is_told=True)
+PREPARED = Shape(env="prepared", is_prepared=True)
 ENVS = "benchmarks.lib.serving_worker"
 
 
@@ -73,12 +73,12 @@ class Bench:
         self.rounds = 3 if options.quick else 7
 
     def sized(self, number: int) -> int:
-        """So many in a full run."""
+        """Scale `number`, that of a full run."""
         return number // 4 if self.is_quick else number
 
     @contextmanager
     def mesh(self, shape: Shape) -> Iterator[Mesh]:
-        """A mesh that has served nothing yet."""
+        """Start a fresh mesh."""
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             mesh = Mesh(shape, self.model, Path(folder))
             try:
@@ -87,33 +87,35 @@ class Bench:
                 mesh.end()
 
     def note(self, what: str, figures: dict[str, float]) -> None:
-        """Put down figures below a name."""
+        """Record figures under a prefix."""
         self.figures |= {f"{what}.{name}": value for name, value in figures.items()}
 
 
 class _Round(msgspec.Struct):
-    """Neighbours in time."""
+    """Consecutive laps."""
 
     ours: Lap
     alone: Lap
-    """One group in flight."""
+    """Laps with one group in flight."""
     floor: FloorLap
     floor_alone: FloorLap
     peers_per_s: list[float]
 
 
-def told(num_turns: int) -> Task:
-    """A 1 KB task."""
+def prepared_task(num_turns: int) -> Task:
+    """Return a task of 1 KB."""
     return Task(id="echo", data={"num_turns": num_turns, "padding": "x" * ASK_BYTES})
 
 
 def echo(bench: Bench) -> None:
-    """Whole groups through router, worker, sink and journal; the peers' rounds are as long."""
+    """Whole groups through router, worker, sink and journal; the peers' laps are of similar
+    length.
+    """
     rounds: list[_Round] = []
     with ExitStack() as stack:
-        mesh = stack.enter_context(bench.mesh(TOLD))
-        answer_bytes = mesh.lap(WINDOW, WINDOW, told(NUM_TURNS)).num_bytes
-        floor = Floor(mesh.cores, TOLD.num_workers, answer_bytes)
+        mesh = stack.enter_context(bench.mesh(PREPARED))
+        answer_bytes = mesh.lap(WINDOW, WINDOW, prepared_task(NUM_TURNS)).num_bytes
+        floor = Floor(mesh.cores, PREPARED.num_workers, answer_bytes)
         stack.callback(floor.end)
         peers = start_peers()
         for peer in peers:
@@ -122,8 +124,8 @@ def echo(bench: Bench) -> None:
             shape = {"turns": NUM_TURNS, "tokens": STREAM_TOKENS, "padding": ASK_BYTES}
             rounds.append(
                 _Round(
-                    ours=mesh.lap(bench.sized(6_000), WINDOW, told(NUM_TURNS)),
-                    alone=mesh.lap(bench.sized(1_200), 1, told(NUM_TURNS)),
+                    ours=mesh.lap(bench.sized(6_000), WINDOW, prepared_task(NUM_TURNS)),
+                    alone=mesh.lap(bench.sized(1_200), 1, prepared_task(NUM_TURNS)),
                     floor=floor.lap(bench.sized(30_000), WINDOW, b"x" * ASK_BYTES),
                     floor_alone=floor.lap(bench.sized(3_000), 1, b"x" * ASK_BYTES),
                     peers_per_s=[p.lap(bench.sized(2_400), WINDOW, shape) for p in peers],
@@ -144,7 +146,7 @@ def _note_echo(bench: Bench, rounds: list[_Round], answer_bytes: int) -> None:
         "floor.cpu_us.router": min(each.floor.router_cpu_us for each in rounds),
     })  # fmt: skip
     for role in rounds[0].ours.cpu_s:
-        # What else the machine does makes CPU seem more and never less: the least is nearest.
+        # Other work on the machine can only add to CPU, so the minimum is nearest.
         bench.note("echo.cpu_us", {role: min(each.ours.cpu_us(role) for each in rounds)})
         bench.note("echo.alone.cpu_us", {role: min(e.alone.cpu_us(role) for e in rounds)})
     if rounds[0].peers_per_s:
@@ -157,14 +159,14 @@ def _note_echo(bench: Bench, rounds: list[_Round], answer_bytes: int) -> None:
 
 
 def sleep(bench: Bench) -> None:
-    """2,000 in flight and no more, each asked again as soon as it is taken: 1,000/s are ideal."""
+    """2,000 in flight, each requested again as soon as it is taken; ideal are 1,000/s."""
     window = 2_000
     env = f"{ENVS}:SleepEnv"
     shape = Shape(env=env, settings={"seconds": SLEEP_S}, num_workers=4, slots=window // 4)
     with bench.mesh(shape) as mesh:
         lap = mesh.lap(window * (5 if bench.is_quick else 11), window, Task(id="sleep"))
-    # The first wave is asked at once, and the last ends with nothing behind it: both are waves of
-    # which the ideal has the same, so the rate is that of the whole lap.
+    # The first wave is requested at once, and nothing follows the last. The ideal has both waves
+    # too, so the rate is that of the whole lap.
     num = len(lap.groups_s)
     bench.note("sleep", {
         "groups_per_s": lap.per_s,
@@ -175,7 +177,9 @@ def sleep(bench: Bench) -> None:
 
 
 def burn(bench: Bench) -> None:
-    """5 ms of CPU each: what two workers burn of what router, client and sink leave them."""
+    """5 ms of CPU each: the share that two workers use of the time that router, client and sink
+    leave.
+    """
     shape = Shape(env=f"{ENVS}:BurnEnv", settings={"seconds": BURN_S})
     shares, rates = [], []
     with bench.mesh(shape) as mesh:
@@ -189,7 +193,7 @@ def burn(bench: Bench) -> None:
 
 
 def burst(bench: Bench) -> None:
-    """400 at once; the first burst loads what is loaded late and is not counted."""
+    """400 at once; the first burst includes imports and is not counted."""
     shape = Shape(env=f"{ENVS}:SleepEnv", settings={"seconds": SLEEP_S})
     with bench.mesh(shape) as mesh:
         laps = [mesh.lap(400, 400, Task(id="burst")) for _ in range(1 + bench.rounds // 2)]
@@ -197,13 +201,13 @@ def burst(bench: Bench) -> None:
 
 
 def turns(bench: Bench) -> None:
-    """Cost of 100 turns against 20, by the CPU of all roles together."""
+    """Cost of 100 turns relative to 20, by the CPU of all roles together."""
     num_long = bench.sized(600)
     ratios = []
-    with bench.mesh(TOLD) as mesh:
+    with bench.mesh(PREPARED) as mesh:
         for _ in range(1 + bench.rounds):
-            short = mesh.lap(2 * num_long, WINDOW, told(NUM_TURNS))
-            long = mesh.lap(num_long, WINDOW, told(5 * NUM_TURNS))
+            short = mesh.lap(2 * num_long, WINDOW, prepared_task(NUM_TURNS))
+            long = mesh.lap(num_long, WINDOW, prepared_task(5 * NUM_TURNS))
             ratios.append((_cpu_us(long) / _cpu_us(short), short.per_s / long.per_s))
     by_cpu, by_rate = zip(*ratios[1:], strict=True)
     bench.note("turns", {"100_vs_20": median(by_cpu), "100_vs_20_by_rate": median(by_rate)})
@@ -235,11 +239,11 @@ def _cpu_us(lap: Lap) -> float:
 BODY = b"x" * 600
 GROUP = 16
 ROUTER_WINDOW = 1000
-"""Asks under way at a time; less than a queue holds."""
+"""Asks in flight; fewer than a queue holds."""
 
 
 def router(bench: Bench) -> None:
-    """The router alone."""
+    """Measure the router alone."""
     num_groups = bench.sized(20_000)
     with Alone(str(bench.folder)) as alone:
         alone.run_groups("r0", num_groups // 8)
@@ -249,9 +253,9 @@ def router(bench: Bench) -> None:
         growth_mb = alone.child.rss_mb() - rss_mb
         alone.figures["mb_per_100k_rollouts"] = growth_mb * 100_000 / (GROUP * num_groups)
         alone.measure("repeated_asks", lambda: alone.repeat_asks(2 * num_groups))
-        deaf = alone.deafen_a_peer()
+        silent_reader = alone.flood_unread_peer()
         alone.measure("groups_beside_a_deaf_peer", lambda: alone.run_groups("r2", num_groups))
-        deaf.close()
+        silent_reader.close()
         bench.note("router", alone.figures | {"rss_mb": alone.child.rss_mb()})
 
 
@@ -281,14 +285,14 @@ class Alone:
         self.child.end()
 
     def measure(self, what: str, work: Callable[[], int]) -> None:
-        """Note how fast `work` went; it returns how many it did."""
+        """Record the rate of `work`, which returns the number of its operations."""
         cpu_s, began_s = self.child.cpu_s(), perf_counter()
         number = work()
         self.figures[f"{what}.per_s"] = number / (perf_counter() - began_s)
         self.figures[f"{what}.cpu_us"] = 1e6 * (self.child.cpu_s() - cpu_s) / number
 
     def run_groups(self, run_id: str, num_groups: int) -> int:
-        """Ask, run, start, deliver, done: seven messages a group."""
+        """Ask, run, start, deliver, done: seven messages per group."""
         num_asked = num_done = 0
         while num_done < num_groups:
             while num_asked < min(num_groups, num_done + ROUTER_WINDOW):
@@ -305,28 +309,28 @@ class Alone:
         return num_done
 
     def repeat_asks(self, num_asks: int) -> int:
-        """Asks that wait, said again and again, each when it was answered: one in, one out."""
-        num_sent = num_heard = 0
-        while num_heard < num_asks:
-            while num_sent < min(num_asks, num_heard + ROUTER_WINDOW):
+        """Repeat asks that wait in the queue, each after its answer: one message in, one out."""
+        num_sent = num_answers = 0
+        while num_answers < num_asks:
+            while num_sent < min(num_asks, num_answers + ROUTER_WINDOW):
                 asked = ask("waiting", num_sent % ROUTER_WINDOW, env="not held")
                 self.client.send(Packet(asked, body=BODY))
                 num_sent += 1
             wait([self.client], None, 1.0)
-            num_heard += sum(1 for _ in self.client.receive())
-        return num_heard
+            num_answers += sum(1 for _ in self.client.receive())
+        return num_answers
 
-    def deafen_a_peer(self) -> Dialer:
-        """A peer that asks far more than it ever reads."""
-        deaf = Dialer(self.address, "deaf")
+    def flood_unread_peer(self) -> Dialer:
+        """Return a peer that sends far more requests than it reads answers."""
+        peer = Dialer(self.address, "unread")
         for _ in range(50_000):
-            while not deaf.send(Packet(ClientHello("deaf"))):
+            while not peer.send(Packet(ClientHello("unread"))):
                 self.repeat_asks(1)
-        return deaf
+        return peer
 
 
 def ask(run_id: str, seq: int, env: str = "bench") -> AskGroup:
-    """A group of GROUP."""
+    """A group of GROUP samples."""
     return AskGroup(GroupId(run_id, seq), "client", env, GROUP, "tcp://127.0.0.1:1")
 
 
@@ -354,7 +358,7 @@ PEER_GOAL = Goal("echo.vs_verifiers", ">=", 3.0)
 
 
 def judged(cases: Sequence[str], figures: dict[str, float]) -> list[Goal]:
-    """The goals of these cases; that beside the peer only where `make bench-peers` was run."""
+    """Return the goals of these cases; that against the peer only if it is installed."""
     goals = [*GOALS, PEER_GOAL] if PEER_GOAL.figure in figures else GOALS
     return [goal for goal in goals if goal.figure.partition(".")[0] in cases]
 

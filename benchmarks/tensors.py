@@ -2,9 +2,9 @@
 
     python -m benchmarks.tensors [--only CASE,...] [--steps N] [--quick] [--json] [--check]
 
-- Owners and consumers are separate processes. Arms take turns lap by lap; `tcp_vs_raw` and its like
-  are ratios of speed between consecutive laps.
-- `fetch_ms` ends with tensors in hand; `read_ms` is a first read of all of them.
+- Owners and consumers are separate processes. Arms take turns lap by lap; ratios such as
+  `tcp_vs_raw` are of speed between consecutive laps.
+- `fetch_ms` ends when the tensors are available; `read_ms` is a first read of all of them.
 - No goal is easier or absent under --quick, but a slope is judged only over 100 steps; `--only`
   judges the goals of the cases that it names.
 """
@@ -53,12 +53,13 @@ GOALS = [
     Goal("steps.segments_left", "<=", 0.0),
     Goal("steps.worst_slope_mb_per_100", "<=", 1.0),
 ]
-"""Beside `raw_warm`, since ours receives into memory that was used before, too. A slope of 1 MB is,
-over 500 steps, 5 MB of the 150 GB that went through."""
+"""Compared with `raw_warm`, since ours receives into used memory, too. A slope of 1 MB is, over 500
+steps, 5 MB of the 150 GB transferred.
+"""
 
 
 def judged(cases: Sequence[str], figures: dict[str, float]) -> list[Goal]:
-    """The goals of these cases; that of the slope only where there are steps enough for one."""
+    """Return the goals of these cases; that of the slope only if there are enough steps."""
     goals = [goal for goal in GOALS if goal.figure.partition(".")[0] in cases]
     return [goal for goal in goals if "slope" not in goal.figure or goal.figure in figures]
 

@@ -32,14 +32,14 @@ GOALS = [
 
 
 class Bench:
-    """Times functions over fresh arguments."""
+    """Measure functions with new arguments for each call."""
 
     def __init__(self, num_rounds: int) -> None:
         self.figures: dict[str, float] = {}
         self._num_rounds = num_rounds
 
     def time(self, name: str, make: Callable[[], object], run: Callable[..., object]) -> None:
-        """The best mean of `run` over 300 of what `make` makes."""
+        """Return the best mean time of `run` over 300 arguments that `make` makes."""
         best_s = float("inf")
         for _ in range(self._num_rounds):
             arguments = [make() for _ in range(300)]
@@ -51,7 +51,7 @@ class Bench:
 
 
 def chat(*messages: dict[str, str]) -> Chat:
-    """Make the prompt as a session does."""
+    """Build the prompt as a session does."""
     raws = [msgspec.json.encode(message) for message in messages]
     return Chat(raws, [read_message(raw, n) for n, raw in enumerate(raws)])
 
@@ -66,7 +66,7 @@ def main() -> None:
     tokenizer = load_tokenizer(folder)
     start_ms = (time.thread_time() - start_s) * 1e3
     prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
-    said = [*tokenizer.encode(texts.piece(600))[:63], prompts.stop_token_ids[0]]
+    reply_ids = [*tokenizer.encode(texts.piece(600))[:63], prompts.stop_token_ids[0]]
     called = tokenizer.encode(CALL + "<|im_end|>")
     system = {"role": "system", "content": "You are a careful engineer."}
 
@@ -91,11 +91,13 @@ def main() -> None:
     bench.time("first_chat_of_1kb", distinct, prompts.first)
     bench.time("first_chat_seen_before", lambda: seen, prompts.first)
     bench.time(
-        "extend_by_a_tool_message_of_800_chars", tool, lambda asked: prompts.extend(said, asked)
+        "extend_by_a_tool_message_of_800_chars",
+        tool,
+        lambda asked: prompts.extend(reply_ids, asked),
     )
-    bench.time("read_a_reply_of_64_tokens", lambda: said, read)
+    bench.time("read_a_reply_of_64_tokens", lambda: reply_ids, read)
     bench.time("read_a_call_of_45_tokens", lambda: called, read)
-    bench.time("stream_a_reply_of_64_tokens_one_by_one", lambda: said, stream)
+    bench.time("stream_a_reply_of_64_tokens_one_by_one", lambda: reply_ids, stream)
     report(options, {"load_the_tokenizer_ms": start_ms} | bench.figures, GOALS)
 
 

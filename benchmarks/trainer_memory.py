@@ -2,9 +2,9 @@
 
     python -m benchmarks.trainer_memory [--quick] [--json] [--check]
 
-Each case is a process of its own, on the CPU: 200 steps with sequences of 64 to 4,096 tokens, never
-of the same lengths; a model that is saved; a journal, of which nothing was taken, that is read by a
-new client. Resident memory and peak are the kernel's counts.
+Each case is a process on the CPU: 200 steps with sequences of 64 to 4,096 tokens, never of the same
+lengths; a model that is saved; a journal of which nothing was taken, read by a new client. Resident
+memory and peak are the kernel's counts.
 """
 
 import json
@@ -39,7 +39,7 @@ def run_child(*argv: str) -> list[dict[str, Any]]:
 
 
 def steps(folder: Path, is_quick: bool) -> dict[str, float]:
-    """A trainer that waits: before the first step, after a few, after many."""
+    """Memory of a waiting trainer: before the first step, after a few, after many."""
     many, longest = (QUICK_STEPS, QUICK_LONGEST) if is_quick else (MANY_STEPS, LONGEST)
     rests = [str(each) for each in (0, FEW_STEPS, many)]
     idle, few, last = run_child("benchmarks.lib.trainer_run", str(folder), str(longest), *rests)
@@ -55,7 +55,7 @@ def steps(folder: Path, is_quick: bool) -> dict[str, float]:
 
 
 def save(folder: Path, is_quick: bool) -> dict[str, float]:
-    """A checkpoint: how often the model is in memory while it is written."""
+    """Copies of the model in memory while a checkpoint is written."""
     size_mb = QUICK_MODEL_MB if is_quick else MODEL_MB
     [figures] = run_child("benchmarks.lib.trainer_cases", "save", str(folder), str(size_mb))
     return {f"save.{name}": value for name, value in figures.items()}

@@ -3,11 +3,11 @@
     python -m benchmarks.weights [--quick] [--json] [--check] [--only demo,large]
 
 - Cases: `demo`, the demo's model, and `large`, one of about 100 MB; each is exported, written and
-  brought to an engine of ours by every `publish.mode`.
-- `save` is a plain write on the train thread, `copy` its floor: the same bytes copied in warm
+  sent to an embedded engine by every `publish.mode`.
+- `save` is a plain write on the train thread, `copy` its lower bound: the same bytes copied in warm
   memory.
-- `gap` is a load alone, for which an engine is paused; `engine_cpu` includes its first scores,
-  since it maps a file and reads what it needs; `served` is from the call to those scores.
+- `gap` is the load alone, for which an engine is paused; `engine_cpu` includes its first scores,
+  since it maps a file and reads pages on demand; `served` is from the call to those scores.
 - Modes take turns and the first round does not count. The train thread's cost is its CPU, the rest
   wall time on an idle machine; medians. The scores change with every version.
 """
@@ -53,7 +53,7 @@ SHAPES = {
 TIMEOUT_S = 60.0
 PROBE = [5, 6, 7, 8, 9]
 GOALS = [Goal("large.hand_over_over_save", "<=", 0.5)]
-"""The train thread pays less than half of what a folder costs."""
+"""The train thread pays less than half of the cost of writing a folder."""
 
 
 class Stepped(Policy):
@@ -71,7 +71,7 @@ class Stepped(Policy):
 
 
 class Bench:
-    """A policy and an engine, and versions on their way from one to the other."""
+    """A policy and an engine, and the versions sent from one to the other."""
 
     def __init__(self, policy: Stepped, engine: Child, client: EngineBackend, folder: Path) -> None:
         self._policy = policy
@@ -83,7 +83,7 @@ class Bench:
         self.times_s: dict[str, list[float]] = defaultdict(list)
 
     async def round(self) -> None:
-        """Bring a version to the engine by each mode, and write a folder on the train thread."""
+        """Send a version to the engine by each mode, and write a folder on the train thread."""
         for mode in MODES:
             await self._publish(mode)
         with self._timed("save", time.thread_time):

@@ -1,13 +1,14 @@
-"""An engine that sends answers made in advance: SGLang's protocol at the least cost.
+"""An engine that sends prepared answers: SGLang's protocol at minimal cost.
 
     python -m benchmarks.lib.canned_engine --folder MODEL_FOLDER --ready-fd N
 
     POST /generate, /v1/chat/completions    canned answers, plain and streaming
-    POST /canned                            how streams come from now on: see Pace
-    GET  /model_info /server_info /v1/loads  what a gateway reads; a scoring call gets scores
+    POST /canned                            sets the pace of all following streams: see Pace
+    GET  /model_info /server_info /v1/loads  read by a gateway; a scoring call gets scores
 
 - Only the framing, the rid and three flags of a request are parsed, so that a core which also
-  carries the load serves some 20,000 calls a second. Only as much HTTP as the benchmarks speak.
+  carries the load serves some 20,000 calls a second. Only the HTTP that the benchmarks use is
+  supported.
 """
 
 import argparse
@@ -34,12 +35,12 @@ STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
 RID = b"@rid@"
-"""Placeholder of the caller's rid."""
+"""Placeholder for the caller's rid."""
 DONE = b"data: [DONE]\n\n"
 MARGIN = 512
-"""Flags and rid are this near to the begin or end of a body; ids are between."""
+"""Flags and rid are within this distance of a body's beginning or end; ids are between."""
 MAX_HEAD_BYTES = 256 * 1024
-"""Bytes kept of the begin and the end of a longer body; images are between."""
+"""Bytes kept of the beginning and the end of a longer body; images are between."""
 INFO = {
     b"/model_info": b'{"model_path":"canned","weight_version":"1"}',
     b"/server_info": b'{"incremental_streaming_output":true,"random_seed":1,"version":"canned"}',
@@ -52,14 +53,16 @@ class Pace(msgspec.Struct, frozen=True):
     """Pace and form of streams; the body of POST /canned."""
 
     is_incremental: bool = True
-    """Whether each event has only its own token; else all so far, SGLang's default."""
+    """If true, an event has only its own token; otherwise all tokens so far, as is SGLang's
+    default.
+    """
     num_events: int = 200
     events_per_s: float = 0.0
     """Events per second of one stream; 0: as fast as the reader takes them."""
 
 
 class Framed(asyncio.Protocol):
-    """HTTP/1.1 requests of a kept-alive connection, one at a time: `answer(line, body)` for
+    """HTTP/1.1 requests of a kept-alive connection, one at a time; calls `answer(line, body)` for
     each.
     """
 
@@ -68,14 +71,18 @@ class Framed(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._missing = 0
         self._num_head_parts = 0
-        """Begin of a long body in `_parts`; behind it only the last parts are kept."""
+        """The beginning of a long body in `_parts`; of what follows only the last parts are
+        kept.
+        """
         self.transport: asyncio.Transport
         self.is_full = False
-        """The peer does not read, so writing waits."""
+        """Set while the peer does not read, so that writing must wait."""
         self.resumed: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
+        self.transport = cast(
+            "asyncio.Transport", transport
+        )  # uvloop's transport is no subclass of asyncio.Transport
 
     def pause_writing(self) -> None:
         self.is_full = True
@@ -91,7 +98,7 @@ class Framed(asyncio.Protocol):
         self._missing -= len(data)
         if self._missing > 0:
             if self._num_head_parts:
-                # Two, since the last read may bring a few bytes alone.
+                # Keep two parts, since the last read may be a few bytes only.
                 del self._parts[self._num_head_parts : -2]
             elif sum(map(len, self._parts)) > MAX_HEAD_BYTES:
                 self._num_head_parts = len(self._parts)
@@ -109,7 +116,7 @@ class Framed(asyncio.Protocol):
 
 
 class Engine:
-    """Answers of the engine, shared by all connections."""
+    """The engine's answers, shared by all connections."""
 
     def __init__(self, canned: Canned) -> None:
         self.pace = Pace()
@@ -143,11 +150,11 @@ class Engine:
         return _write(to, INFO.get(path, b"{}"))
 
     def flags(self, body: bytes) -> bytes:
-        """The part of a body that holds its flags."""
+        """Return the part of a body that holds its flags."""
         return body if len(body) < 2 * MARGIN else body[:MARGIN] + body[-MARGIN:]
 
     def stream_chat(self, to: Framed) -> None:
-        """A chat as one event, since this engine does not stream chats."""
+        """Send a chat as one event, since this engine does not stream chats."""
         _write(to, next(self._chats))
 
     def _stream(self, to: Framed, rid: bytes) -> None:
@@ -159,8 +166,8 @@ class Engine:
 
 
 class Stream:
-    """A stream in progress: an event each time its turn comes, none while the peer's buffer is
-    full.
+    """A stream in progress: it sends one event at each due time, and none while the peer's buffer
+    is full.
     """
 
     def __init__(self, to: Framed, chunks: list[bytes], events_per_s: float) -> None:
@@ -192,7 +199,7 @@ def _write(to: Framed, body: bytes) -> None:
 
 
 def chunk(data: bytes) -> bytes:
-    """A chunk of a stream's body, with its frame."""
+    """Frame a chunk of a stream's body."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
@@ -203,7 +210,7 @@ def _content_length(head: bytes) -> int:
 
 
 def _scores(body: bytes) -> bytes:
-    """Log-probs of a prompt, the same for the same ids."""
+    """Return log-probs of a prompt, the same for the same ids."""
     found = IDS.search(body)
     ids = [int(i) for i in found[1].split(b",")] if found else []
     scores = [[None, i, None] if at == 0 else [-(i % 97) / 16, i, None] for at, i in enumerate(ids)]
@@ -213,7 +220,9 @@ def _scores(body: bytes) -> bytes:
 
 
 def _meta(answer: Answer, start: int, stop: int) -> dict[str, object]:
-    """SGLang's meta_info of the tokens `start` to `stop`, and of the end if it is one."""
+    """Return SGLang's meta_info of the tokens `start` to `stop`, and of the end if `stop` is the
+    end.
+    """
     is_last = stop == len(answer.token_ids)
     pairs = zip(answer.logprobs[start:stop], answer.token_ids[start:stop], strict=True)
     spans = {"weight_versions": [{"version": "1", "start": 0, "end": stop}]} if is_last else {}
@@ -234,7 +243,7 @@ def _meta(answer: Answer, start: int, stop: int) -> dict[str, object]:
 
 
 def _generated(answer: Answer) -> tuple[bytes, bytes]:
-    """A plain answer, split at its rid."""
+    """Return a plain answer, split at its rid."""
     return _cut({
         "text": answer.text,
         "output_ids": answer.token_ids,
@@ -243,7 +252,7 @@ def _generated(answer: Answer) -> tuple[bytes, bytes]:
 
 
 def _events(answer: Answer, is_incremental: bool) -> list[tuple[bytes, bytes]]:
-    """Events of a stream; the text of an event is as long as that of its tokens would be."""
+    """Return the events of a stream; an event's text is as long as that of its tokens would be."""
     events = []
     num_chars = len(answer.text) / len(answer.token_ids)
     for stop in range(1, len(answer.token_ids) + 1):
@@ -289,7 +298,7 @@ def _chat(answer: Answer, with_logprobs: bool) -> bytes:
 
 
 async def serve(engine: Engine, name: str, ready_fd: int | None) -> None:
-    """Answer until killed."""
+    """Serve until killed."""
     listening = listen("127.0.0.1:0")
     loop = asyncio.get_running_loop()
     server = await loop.create_server(partial(Framed, engine), sock=listening, backlog=1024)

@@ -3,8 +3,8 @@
     python -m benchmarks.lib.corpus      makes the folder, which takes half a minute once
 
 The model folder is made from Python's own sources and kept under build/: a byte-level BPE
-vocabulary as dense as a real one, Qwen3's split and chat format, and answers of real token ids that
-decode to plausible text. The same interpreter makes the same folder.
+vocabulary as dense as a real one, Qwen3's pre-tokenizer and chat format, and answers of real token
+ids that decode to plausible text. The same interpreter makes the same folder.
 """
 
 import hashlib
@@ -37,16 +37,16 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Canned(msgspec.Struct, frozen=True):
-    """Everything the engine may say."""
+    """All answers of the engine."""
 
     answers: list[Answer]
-    """For plain calls."""
+    """Answers for plain calls."""
     streams: list[Answer]
-    """Longer ones, for streams."""
+    """Longer answers, for streams."""
 
 
 def sources() -> str:
-    """Python's standard library as one text, ASCII only, in a fixed order."""
+    """Return Python's standard library as one ASCII text, in a fixed order."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     files += sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*/*.py"))
     texts, num_chars = [], 0
@@ -66,13 +66,13 @@ class Texts:
         self._random = random.Random(seed)
 
     def piece(self, num_chars: int) -> str:
-        """So many characters from anywhere."""
+        """Return `num_chars` characters from a random place."""
         start = self._random.randrange(len(self._whole) - num_chars)
         return self._whole[start : start + num_chars]
 
 
 def model_folder() -> Path:
-    """The folder, made by a process of its own if it is not there (its making loads torch)."""
+    """Return the folder; if it is missing, a separate process makes it (which loads torch)."""
     identity = hashlib.sha256((sys.version + Path(__file__).read_text()).encode()).hexdigest()
     folder = _FOLDER / identity[:12]
     if not (folder / "answers.json").is_file():
@@ -82,7 +82,7 @@ def model_folder() -> Path:
 
 
 def read_canned(folder: Path) -> Canned:
-    """The answers that stand in the folder."""
+    """Return the answers in the folder."""
     return msgspec.json.decode((folder / "answers.json").read_bytes(), type=Canned)
 
 
@@ -104,11 +104,11 @@ def _make(folder: Path) -> None:
     def answer(num_tokens: int) -> Answer:
         ids: list[int] = []
         while len(ids) < num_tokens - 1:
-            # From a line's first word, as models begin: outer white space would not be told.
+            # Start at a line's first word: outer white space would not be reported.
             text = texts.piece(12 * num_tokens).partition("\n")[2].lstrip()
             ids = tokenizer.encode(text).ids
         ids = [*ids[: num_tokens - 1], end]
-        # As engines print them: float32 with all the digits of a float64.
+        # Printed as engines do: a float32 with all the digits of a float64.
         logprobs = array("f", [-chance.expovariate(2.0) for _ in ids]).tolist()
         return Answer(ids, logprobs, tokenizer.decode(ids[:-1], skip_special_tokens=False).strip())
 

@@ -1,10 +1,10 @@
-"""A closed loop of HTTP/1.1 calls at the least cost: a connection asks, waits, asks again.
+"""A closed loop of HTTP/1.1 calls at minimal cost: a connection asks, waits, asks again.
 
 A Talk is a generator that yields requests and receives their answers. The connections share the
-talks; each carries one to its end and takes the next.
+talks; each runs one to its end and takes the next.
 
-- A call's time runs from the write of its request to the last byte of its answer. An answer that
-  is not 2xx ends the run. Only as much HTTP as the benchmarks speak.
+- A call's time is from the write of its request to the last byte of its answer. An answer that is
+  not 2xx ends the run. Only the HTTP that the benchmarks use is supported.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ Talk = Generator[bytes, Reply, None]
 
 
 class Timings(msgspec.Struct):
-    """Seconds of one run."""
+    """Times of one run, in seconds."""
 
     calls_s: list[float] = []
     first_events_s: list[float] = []
@@ -38,16 +38,16 @@ class Timings(msgspec.Struct):
     wall_s: float = 0.0
 
     def percentile_ms(self, percent: float) -> float:
-        """Seconds of each call."""
+        """Percentile of the call times, in milliseconds."""
         return 1e3 * percentile(self.calls_s, percent)
 
 
 class LoadError(Exception):
-    """A call was not answered as it should be; the run is worth nothing."""
+    """A call got a wrong answer, so the run is invalid."""
 
 
 class Connection(asyncio.Protocol):
-    """Carries talks, one call at a time."""
+    """Run talks, one call at a time."""
 
     def __init__(self, talks: Iterator[Talk], timings: Timings) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -56,21 +56,23 @@ class Connection(asyncio.Protocol):
         self._timings = timings
         self._parts: list[bytes] = []
         self._missing = 0
-        """Bytes of a plain answer; -1 before its head, -2 within a stream."""
+        """Remaining bytes of a plain answer; -1 before its head, -2 within a stream."""
         self._tail = b""
         self._num_bytes = 0
         self._asked_s = 0.0
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
+        self._transport = cast(
+            "asyncio.Transport", transport
+        )  # uvloop's transport is no subclass of asyncio.Transport
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.ended.done():
             self.ended.set_exception(LoadError(f"the server hung up in a call: {exc}"))
 
     def begin(self) -> None:
-        """Ask the first."""
+        """Send the first request."""
         self._next_talk()
 
     def data_received(self, data: bytes) -> None:
@@ -95,7 +97,7 @@ class Connection(asyncio.Protocol):
         return self._stream(body) if body else None
 
     def _stream(self, data: bytes) -> None:
-        """Chunks, of which only the first and the last matter."""
+        """Read chunks, of which only the first and the last matter."""
         if not self._num_bytes:
             self._timings.first_events_s.append(perf_counter() - self._asked_s)
         self._num_bytes += len(data)
@@ -132,7 +134,7 @@ class Connection(asyncio.Protocol):
             self.ended.set_exception(LoadError(f"{line}: {body[:300].decode(errors='replace')}"))
 
     def close(self) -> None:
-        """Hang up; a caller that waits for the end of a talk waits no more."""
+        """Close the connection and end all waiting for a talk."""
         self.ended.cancel()
         self._transport.close()
 
@@ -140,7 +142,7 @@ class Connection(asyncio.Protocol):
 async def carry(
     port: int, talks: Iterable[Talk], num_connections: int, stagger_s: float = 0.0
 ) -> Timings:
-    """Carry all talks over so many connections, the last of which begins after `stagger_s`.
+    """Run all talks over `num_connections` connections, the last of which begins after `stagger_s`.
 
     LoadError if a call goes wrong.
     """
@@ -166,7 +168,7 @@ async def carry(
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """The nearest value; 0 of nothing."""
+    """Return the nearest value; 0 for an empty sequence."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
 

@@ -1,8 +1,8 @@
 """Resources of processes, read from outside every PERIOD_S: RSS, PSS, open files, threads, gauges.
 
 - All times are time.monotonic.
-- Reading costs a watched process nothing but the kernel's walk of its pages. Memory is read
-  periodically; files, threads and gauges on request.
+- Reading costs a watched process only the kernel's walk of its pages. Memory is read periodically;
+  files, threads and gauges on request.
 """
 
 import os
@@ -118,7 +118,7 @@ def private_bytes(pid: int) -> int:
 
 
 def _rollup(pid: int) -> dict[str, int]:
-    """In bytes; proc_pid_smaps(5)."""
+    """Read smaps_rollup (proc_pid_smaps(5)), in bytes."""
     figures = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, _, rest = line.partition(":")
@@ -127,7 +127,7 @@ def _rollup(pid: int) -> dict[str, int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; a child that has ended and was not waited for does not."""
+    """Whether the process runs; a zombie does not."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 

@@ -1,8 +1,8 @@
-"""The floor: an aiohttp proxy that parses and records nothing.
+"""The baseline: an aiohttp proxy that parses and records nothing.
 
     python -m benchmarks.lib.proxy --engine URL --ready-fd N
 
-Written as for production: uvloop, kept connections without a limit, no access log.
+It is configured as for production: uvloop, kept connections without a limit, no access log.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from rollmesh.core.process import Ready, announce, die_with_parent, http_address
 
 
 async def proxy(engine: str, ready_fd: int | None) -> None:
-    """Forward every request as it is, answers as they come."""
+    """Forward every request unchanged, and answers as they arrive."""
     session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
     async def answer(request: web.Request) -> web.StreamResponse:

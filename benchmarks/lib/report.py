@@ -17,19 +17,21 @@ COMPARE = {"<=": operator.le, ">=": operator.ge}
 
 
 class Goal(NamedTuple):
-    """`figure` should be `relation` (`<=` or `>=`) `bound`."""
+    """The goal that `figure` is `relation` (`<=` or `>=`) `bound`."""
 
     figure: str
     relation: str
     bound: float
 
     def is_met(self, figures: dict[str, float]) -> bool:
-        """Whether the figure keeps the bound."""
+        """Whether the figure is within the bound."""
         return bool(COMPARE[self.relation](figures[self.figure], self.bound))
 
 
 def parser(name: str, cases: Collection[str] = ()) -> argparse.ArgumentParser:
-    """The arguments that all benchmarks take; `only`, of one that has cases, is None or a list."""
+    """Return the parser of the arguments that all benchmarks take; `only` is None or a list of
+    cases.
+    """
     arguments = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     arguments.add_argument("--quick", action="store_true", help="shorter, with the same goals")
     arguments.add_argument("--json", action="store_true", help="the last line is one JSON object")
@@ -48,7 +50,7 @@ def parser(name: str, cases: Collection[str] = ()) -> argparse.ArgumentParser:
 
 
 def report(options: argparse.Namespace, figures: dict[str, float], goals: Sequence[Goal]) -> None:
-    """Print the table and, if asked, the JSON; ends the process."""
+    """Print the table and, if asked, the JSON; end the process."""
     missed = [goal for goal in goals if not goal.is_met(figures)]
     for name, value in figures.items():
         bounds = [f"goal {g.relation} {g.bound:g}" for g in goals if g.figure == name]

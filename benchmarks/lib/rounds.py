@@ -35,11 +35,11 @@ SYSTEM = (
     "in plain words without decoration."
 )
 FIRST_CHARS = 640
-"""With the system text and JSON's escapes a body of about 1 KB."""
+"""With the system text and JSON's escapes, a body of about 1 KB."""
 GROWING_CHARS = 960
-"""New text of a turn; 40 turns and their answers are 60 KB."""
+"""Characters of new text per turn; 40 turns and their answers are 60 KB."""
 SHORT_CHARS = 120
-"""Characters of a turn in a session of hundreds."""
+"""Characters of new text per turn in sessions of hundreds of turns."""
 
 
 class _Message(msgspec.Struct):
@@ -64,7 +64,7 @@ def chat(door: Door, messages: bytes, flags: bytes = b"") -> bytes:
 
 
 def post(door: Door, body: bytes) -> bytes:
-    """An HTTP request as agents send them, with the fewest headers."""
+    """Return an HTTP request as agents send them, with the fewest headers."""
     head = (
         b"POST %b HTTP/1.1\r\nHost: bench\r\nAccept: application/json\r\n"
         b"Authorization: Bearer %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -73,12 +73,12 @@ def post(door: Door, body: bytes) -> bytes:
 
 
 def message(role: str, content: str) -> bytes:
-    """One message as JSON."""
+    """Return one message as JSON."""
     return msgspec.json.encode({"role": role, "content": content})
 
 
 def first(texts: Texts, num_chars: int = FIRST_CHARS) -> bytes:
-    """Messages of a new conversation."""
+    """Return the messages of a new conversation."""
     return message("system", SYSTEM) + b"," + message("user", texts.piece(num_chars))
 
 
@@ -89,7 +89,7 @@ def repeated(request: bytes, num_calls: int) -> Talk:
 
 
 def once(request: bytes) -> Talk:
-    """One call."""
+    """Make one call."""
     yield request
 
 
@@ -125,12 +125,12 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def cpu_us(self) -> float:
-        """Per call."""
+        """CPU per call."""
         return 1e6 * self.cpu_s / len(self.timings.calls_s)
 
 
 class Bench:
-    """The servers and the figures so far."""
+    """The servers of a run, and the figures so far."""
 
     def __init__(self, options: Namespace, stack: ExitStack) -> None:
         self.is_quick: bool = options.quick
@@ -147,7 +147,7 @@ class Bench:
         self.relay = self.new_gateway("relay")
 
     def new_gateway(self, capture: str, *, journal: str = "") -> Arm:
-        """A new gateway; its sessions survive it in a journal, if named."""
+        """Start a gateway; with `journal`, its sessions outlive it."""
         folder = self.journal(journal) if journal else None
         arm = start_gateway(capture, self.engine, self.model, self._folder, folder)
         self._kept(arm.child)

@@ -3,12 +3,12 @@
     direct           no server: the load calls the canned engine
     bare             benchmarks/lib/proxy.py
     tokens, relay    `rollmesh gateway --capture ...`
-    rllm             rllm-model-gateway, its memory store, the faster of its two
+    rllm             rllm-model-gateway with its memory store, the faster of its two
     verifiers        verifiers' interception server
     litellm          litellm's proxy, which captures nothing; one worker
 
-Peers are installed by `make bench-peers`, each in a venv of its own below .venv-peers/, and started
-as their documentation says. A peer that is not installed is left out; one that does not start is
+Peers are installed by `make bench-peers`, each in its own venv below .venv-peers/, and started as
+their documentation recommends. A peer that is not installed is left out; one that does not start is
 an error.
 
 - Servers share the first core and never run at the same time; engine and load share the second.
@@ -38,7 +38,7 @@ START_TIMEOUT_S = 120.0
 
 
 class Door(NamedTuple):
-    """Where the calls of one session go."""
+    """Address and credentials for the calls of one session."""
 
     path: bytes
     key: bytes
@@ -56,22 +56,22 @@ _USABLE = sorted(os.sched_getaffinity(0))
 
 
 def cores() -> tuple[set[int], set[int]]:
-    """The core of the servers, and the one of load and engine; the same where there is one."""
+    """Return the core of the servers and that of load and engine; the same if there is only one."""
     return {_USABLE[0]}, {_USABLE[min(1, len(_USABLE) - 1)]}
 
 
 def pin_load() -> None:
-    """Put this process, the load, on its core."""
+    """Pin this process, the load, to its core."""
     os.sched_setaffinity(0, cores()[1])
 
 
 class Child:
-    """A server process on a core of its own."""
+    """A server process, pinned to `core`."""
 
     def __init__(
         self, argv: Sequence[str], core: set[int], port: int = 0, env: dict[str, str] | None = None
     ) -> None:
-        """Returns when it serves, which it says by --ready-fd as our rooms do, or at `port`."""
+        """Wait until it serves: until it reports on --ready-fd, or listens at `port`."""
         reading, writing = os.pipe()
         self._process = subprocess.Popen(
             argv if port else [*argv, "--ready-fd", str(writing)],
@@ -107,8 +107,8 @@ class Child:
         raise RuntimeError(f"{self._process.args!r} does not serve")
 
     def cpu_s(self) -> float:
-        """CPU seconds of the process and its children, to the nanosecond, which psutil's ticks are
-        not.
+        """CPU seconds of the process and its children, to the nanosecond; psutil counts in ticks
+        only.
         """
         pids = [p.pid for p in (self._usage, *self._usage.children(recursive=True))]
         threads = [file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat")]
@@ -143,7 +143,7 @@ class Arm:
         return self.child.port
 
     async def open(self, num_sessions: int) -> list[Door]:
-        """So many sessions; here they all are one."""
+        """Open sessions; this server has one for all."""
         return [Door(self._path, b"none")] * num_sessions
 
     async def close(self, doors: Sequence[Door]) -> None:
@@ -152,7 +152,7 @@ class Arm:
 
 
 class GatewayArm(Arm):
-    """Our own: sessions are opened and closed by its admin routes."""
+    """Our gateway; sessions are opened and closed by its admin routes."""
 
     def __init__(self, name: str, child: Child, admin_token: str) -> None:
         super().__init__(name, child)
@@ -186,13 +186,13 @@ class GatewayArm(Arm):
 
 
 def start_engine(folder: Path) -> Child:
-    """The canned engine."""
+    """Start the canned engine."""
     argv = [sys.executable, "-m", "benchmarks.lib.canned_engine", "--folder", str(folder)]
     return Child(argv, cores()[1])
 
 
 def start_bare(engine: Child) -> Arm:
-    """The floor."""
+    """Start the baseline proxy."""
     argv = [sys.executable, "-m", "benchmarks.lib.proxy", "--engine", engine.ready.address]
     return Arm("bare", Child(argv, cores()[0]))
 
@@ -200,7 +200,7 @@ def start_bare(engine: Child) -> Arm:
 def start_gateway(
     capture: str, engine: Child, model: Path, folder: Path, journal: Path | None = None
 ) -> Arm:
-    """Ours, in one of its two modes; its admin token is kept in `folder`.
+    """Start our gateway in one of its two modes; its admin token is kept in `folder`.
 
     Without a journal it is the interception server that workers have.
     """
@@ -219,7 +219,7 @@ VENVS = Path(__file__).parents[2] / ".venv-peers"
 
 
 class KeyedArm(Arm):
-    """A server whose sessions were opened at its start, one key each."""
+    """A server whose sessions were opened at its start, each with its key."""
 
     def __init__(self, name: str, child: Child, keys: Sequence[str]) -> None:
         super().__init__(name, child)
@@ -230,7 +230,7 @@ class KeyedArm(Arm):
 
 
 class PathArm(Arm):
-    """A server whose sessions are made by naming them in the path."""
+    """A server whose sessions are created by naming them in the path."""
 
     async def open(self, num_sessions: int) -> list[Door]:
         sessions = [b"/sessions/s%d" % number for number in range(num_sessions)]
@@ -254,14 +254,16 @@ def start_peers(engine: Child, folder: Path) -> Iterator[Arm]:
         port = _free_port()
         key = f"sk-{secrets.token_hex(16)}"
         env = {"LITELLM_MASTER_KEY": key, "OPENAI_API_KEY": "none", "LITELLM_LOG": "ERROR"}
-        env |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # or it asks the network as it starts
+        env |= {
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True"
+        }  # otherwise it makes requests to the network at its start
         argv += ["--host", "127.0.0.1", "--port", str(port), "--telemetry", "False"]
         child = Child(argv, cores()[0], port, env)
         yield KeyedArm("litellm", child, [key] * NUM_CONNECTIONS)
 
 
 def _program(venv: str, name: str) -> str:
-    """Where a program of a peer's venv is; '' if it is not installed."""
+    """Return the path of a program in a peer's venv; '' if it is not installed."""
     path = VENVS / venv / "bin" / name
     return str(path) if path.is_file() else ""
 

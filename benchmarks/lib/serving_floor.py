@@ -1,10 +1,10 @@
-"""The floor of the serving benchmark: requests and answers of its sizes through a bare ROUTER.
+"""The baseline of the serving benchmark: requests and answers of its sizes through a bare ROUTER.
 
     python -m benchmarks.lib.serving_floor router --ready-fd N
     python -m benchmarks.lib.serving_floor worker --router ADDRESS --answer-bytes N --ready-fd N
 
-A synchronous pyzmq ROUTER that forwards requests to its workers in turns and answers to their
-clients; workers answer at once. It has no queue, no table, no heartbeats and no failures.
+A synchronous pyzmq ROUTER forwards requests to its workers in turns and answers to their clients;
+workers answer at once. It has no queue, no table, no heartbeats and no failures.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class Lap(NamedTuple):
     per_s: float
     p50_us: float
     router_cpu_us: float
-    """Seconds of each."""
+    """Seconds of each round trip."""
 
 
 class Floor:
@@ -47,14 +47,14 @@ class Floor:
         self._socket.connect(address)
 
     def lap(self, num_trips: int, window: int, ask: bytes) -> Lap:
-        """So many round trips, `window` of them at a time."""
+        """Run `num_trips` round trips, `window` of them at a time."""
         cpu_s, began_s = self.router.cpu_s(), time.perf_counter()
         trips_s = list(self._trips(num_trips, window, ask))
         wall_s, cpu_s = time.perf_counter() - began_s, self.router.cpu_s() - cpu_s
         return Lap(num_trips / wall_s, 1e6 * median(trips_s), 1e6 * cpu_s / num_trips)
 
     def _trips(self, num_trips: int, window: int, ask: bytes) -> Iterator[float]:
-        """Seconds of each."""
+        """Return the seconds of each round trip."""
         sent_s: dict[bytes, float] = {}
         num_asked = num_done = 0
         while num_done < num_trips:
@@ -68,7 +68,7 @@ class Floor:
             yield time.perf_counter() - sent_s.pop(name)
 
     def end(self) -> None:
-        """Stop all of it."""
+        """Stop all processes."""
         for child in (*self.workers, self.router):
             child.end()
         self._socket.close(linger=0)

@@ -1,8 +1,9 @@
-"""A mesh to measure: a router, workers, and a client with its sink, each role's CPU separate.
+"""The mesh of the serving benchmark: a router, workers, and a client with its sink.
 
-- The client, its sink's thread and journal are in this process; the journal does not sync.
-- Everything is as a user has it: `rollmesh router`, a worker's own parts, RolloutClient.
-- A lap keeps a number of groups in flight and takes each as it ends.
+- Each role's CPU is measured separately. The client, its sink's thread and journal are in this
+  process; the journal does not sync.
+- Everything else is as a user has it: `rollmesh router`, a worker's own parts, RolloutClient.
+- A lap keeps a number of groups in flight and takes each when it ends.
 """
 
 import json
@@ -24,18 +25,18 @@ from rollmesh.core.types import Json, SamplingPolicy, Task
 from rollmesh.serve.client.client import Finished, RolloutClient
 
 TAKE_S = 60.0
-"""A lap in which nothing ends for so long has failed."""
+"""A lap fails if nothing ends for this long."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a mesh."""
+    """Size and environment of a mesh."""
 
     env: str
     settings: dict[str, Json] = {}
     num_workers: int = 2
     slots: int = 256
-    is_told: bool = False
-    """Whether its workers are those of _serving_worker.py."""
+    is_prepared: bool = False
+    """Whether its workers are those of serving_worker.py, with prepared answers."""
     engine: str = ""
 
 
@@ -43,10 +44,10 @@ class Lap(msgspec.Struct, frozen=True):
     """Figures of one lap."""
 
     groups_s: list[float]
-    """From ask to taken, each."""
+    """Seconds of each group from ask to take."""
     wall_s: float
     cpu_s: dict[str, float]
-    """By role, all processes of it together."""
+    """CPU seconds of all processes of each role."""
     num_bytes: int
     """Bytes of the last answer: record and buffers."""
 
@@ -59,12 +60,12 @@ class Lap(msgspec.Struct, frozen=True):
         return 1e6 * median(self.groups_s)
 
     def cpu_us(self, role: str) -> float:
-        """Per group."""
+        """CPU per group."""
         return 1e6 * self.cpu_s[role] / len(self.groups_s)
 
 
 class Mesh:
-    """One router, its workers, one client."""
+    """One router, its workers, and one client."""
 
     def __init__(self, shape: Shape, model: Path, folder: Path) -> None:
         self.shape = shape
@@ -81,7 +82,7 @@ class Mesh:
         engine = ["--engine", shape.engine] if shape.engine else []
         self.router = Child([*rooms, "router", *engine, *sets], cores)
         program = [sys.executable, "-m", "benchmarks.lib.serving_worker"]
-        argv = [*(program if shape.is_told else [*rooms, "worker"]), *sets]
+        argv = [*(program if shape.is_prepared else [*rooms, "worker"]), *sets]
         argv += ["--router", self.router.ready.address]
         names = [f"worker-{number}" for number in range(shape.num_workers)]
         self.workers = [Child([*argv, "--worker-id", name], cores) for name in names]
@@ -91,19 +92,19 @@ class Mesh:
         self._num_freed = 0
 
     def end(self) -> None:
-        """Stop all of it."""
+        """Stop all processes."""
         self.client.close()
         for child in (*self.workers, self.router):
             child.end()
 
     def ask(self, task: Task) -> GroupId:
-        """A group of one."""
+        """Ask for a group of one sample."""
         return self.client.ask(
             task, env=self.shape.env, num_samples=1, sampling=SamplingPolicy(), seed=0
         )
 
     def lap(self, num_groups: int, window: int, task: Task) -> Lap:
-        """So many groups, `window` of them at a time; RuntimeError if one does not finish."""
+        """Run `num_groups` groups, `window` at a time; RuntimeError if one does not finish."""
         asked_s: dict[GroupId, float] = {}
         groups_s: list[float] = []
         ended: list[GroupId] = []
@@ -153,20 +154,22 @@ class Peer:
         self._line = socket.create_connection(("127.0.0.1", self._child.port)).makefile("rw")
 
     def lap(self, num_rollouts: int, window: int, shape: dict[str, int]) -> float:
-        """Rollouts per second."""
+        """Return rollouts per second."""
         num = num_rollouts // window * window
         self._line.write(json.dumps({"num": num, "window": window, **shape}) + "\n")
         self._line.flush()
         return num / float(json.loads(self._line.readline()))
 
     def end(self) -> None:
-        """Stop it; its server goes with it."""
+        """Stop it; its server ends with it."""
         self._line.close()
         self._child.end()
 
 
 def start_peers() -> Sequence[Peer]:
-    """With one worker, which is a server alone, and with two behind a broker; none uninstalled."""
+    """Start the installed ones: one worker as the server itself, and two workers behind a
+    broker.
+    """
     return [Peer(1), Peer(2)] if _python().is_file() else []
 
 
@@ -175,5 +178,5 @@ def _python() -> Path:
 
 
 def _thread_s(thread_id: int | None) -> float:
-    """CPU seconds of a thread of ours."""
+    """CPU seconds of a thread of this process."""
     return int(Path(f"/proc/self/task/{thread_id}/schedstat").read_text().split()[0]) / 1e9

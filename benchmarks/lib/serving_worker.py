@@ -2,12 +2,12 @@
 
     python -m benchmarks.lib.serving_worker --router ADDRESS --worker-id NAME --ready-fd N --set ...
 
-The worker has the parts of `rollmesh worker` around an environment that gives each session a token
-graph made in advance. So it measures serving: sessions, records, packing, delivery. What fills a
-graph (HTTP, prompts, engines) is measured by benchmarks/interception.py. Answers have the tokens
-of messages, not their texts.
+The worker has the parts of `rollmesh worker`, and an environment that gives each session a prepared
+token graph. It therefore measures serving: sessions, records, packing, delivery. The work that
+fills a graph (HTTP, prompts, engines) is measured by benchmarks/interception.py. Answers have the
+tokens of messages, not their texts.
 
-- What a rollout costs is known before it runs, so that the mesh's share can be separated.
+- A rollout's own cost is known beforehand, so that the mesh's share can be separated.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class PlainEnv(Env):
 
 
 class SleepEnv(PlainEnv):
-    """A rollout waits for `seconds`, as one does for engines and sandboxes."""
+    """A rollout waits for `seconds`, as rollouts wait for engines and sandboxes."""
 
     def __init__(self, *, seconds: float) -> None:
         self._seconds = seconds
@@ -70,7 +70,7 @@ class SleepEnv(PlainEnv):
 
 
 class BurnEnv(PlainEnv):
-    """A rollout takes `seconds` of CPU on the worker's loop, whatever else its core does."""
+    """A rollout uses `seconds` of CPU on the worker's loop, whatever else runs on its core."""
 
     def __init__(self, *, seconds: float) -> None:
         self._seconds = seconds
@@ -99,17 +99,17 @@ _chunks = msgspec.json.Decoder(_Chunk)
 
 
 class StreamEnv(PlainEnv):
-    """`num_turns` streamed calls; what was said is sent back whole with the next."""
+    """`num_turns` streamed calls; each sends the whole conversation so far."""
 
     def __init__(self, *, num_turns: int) -> None:
         self._num_turns = num_turns
         self._session: aiohttp.ClientSession | None = None
 
     async def run(self, task: Task, agent: Endpoint) -> Transcript:
-        said: list[Json] = []
+        messages: list[Json] = []
         for turn in range(self._num_turns):
-            said.append({"role": "user", "content": f"{task.id}: {turn} {random.random()}"})
-            said.append({"role": "assistant", "content": await self._stream(agent, said)})
+            messages.append({"role": "user", "content": f"{task.id}: {turn} {random.random()}"})
+            messages.append({"role": "assistant", "content": await self._stream(agent, messages)})
         return Transcript()
 
     async def _stream(self, agent: Endpoint, messages: list[Json]) -> str:
@@ -134,8 +134,8 @@ PROMPT_TOKENS = 16
 """Characters of each turn's new message."""
 
 
-class ToldEnv(PlainEnv):
-    """Rollouts of as many turns as their task says, 200 sampled tokens each."""
+class PreparedEnv(PlainEnv):
+    """Rollouts of as many turns as their task has, 200 sampled tokens each."""
 
     def __init__(self, runtime: Runtime, answers: list[Sampled]) -> None:
         self._runtime = runtime
@@ -164,7 +164,7 @@ class ToldEnv(PlainEnv):
 
 
 async def serve(settings: WorkerSettings, answers: list[Sampled], ready_fd: int) -> None:
-    """Work until stopped; there is no HTTP server, since no agent would call it."""
+    """Work until stopped; there is no HTTP server, since no agent calls it."""
     loop, config = asyncio.get_running_loop(), settings.config
     stop, worker = stop_event(loop), Worker(settings)
     runtime, sampler = new_runtime(config, worker.view, worker.report)
@@ -172,7 +172,7 @@ async def serve(settings: WorkerSettings, answers: list[Sampled], ready_fd: int)
     beats = HeartbeatThread(
         beat_settings, None, worker.report_status, lambda packet: worker.receive(ROUTER, packet)
     )
-    env = ToldEnv(runtime, answers)
+    env = PreparedEnv(runtime, answers)
     url, clock = "http://nowhere/v1", SystemClock()
     stage = WorkerContext(env, runtime, url, "policy", config.worker, clock, EnvCalls())
     gc.freeze()
@@ -186,7 +186,7 @@ async def serve(settings: WorkerSettings, answers: list[Sampled], ready_fd: int)
 
 
 def answers_in(folder: Path) -> list[Sampled]:
-    """The canned streams, as a generation hands them over."""
+    """Return the canned streams in the form of finished generations."""
     params, versions = SamplingParams(max_tokens=512), (VersionRun(1, STREAM_TOKENS),)
     return [
         Sampled(array("i", a.token_ids), array("f", a.logprobs), versions, params, "stop")

@@ -1,15 +1,15 @@
-"""The soak's agents, in one process of their own: browsers that talk to a model over HTTP.
+"""The soak's agents, in one process: browsers that talk to a model over HTTP.
 
     python -m benchmarks.lib.soak_agents --socket PATH --shape JSON --log FILE --ready-fd N
 
-A client connects to the socket, sends where its agent's endpoint is (Seat) and receives how the
-agent ended (Ended); hanging up ends the agent. Each TICK_S a line of the log has what every server
-must hold: unique bytes of the groups that run, and bytes of bodies in flight.
+A client connects to the socket, sends its agent's endpoint (Seat) and receives the agent's result
+(Ended); disconnecting ends the agent. Each TICK_S, a line of the log has the bytes that each server
+must hold: unique bytes of running groups, and bytes of bodies in flight.
 
-- Every screenshot's bytes are its own, except that siblings share their first.
+- Every screenshot's bytes are unique, except that siblings share their first.
 - Bodies are written piece by piece from one pool that all agents share, so the load costs little
   memory and time. Bytes are counted here, never estimated.
-- Only as much HTTP/1.1 as the soak's servers speak.
+- Only the HTTP/1.1 that the soak's servers use is supported.
 """
 
 import argparse
@@ -31,9 +31,9 @@ import uvloop
 from rollmesh.core.process import Ready, announce, die_with_parent
 
 POOL = 16
-"""Different screenshots, before each gets a head of its own."""
+"""Number of different screenshots, before each gets a unique head."""
 HEAD_CHARS = 32
-"""Bytes of a screenshot that make it different."""
+"""Bytes at the head of a screenshot that make it unique."""
 MIN_SHOT_BYTES = 64
 OLD_SHOT = b'{"type":"text","text":"[an older screenshot]"}'
 WORDS = ("link", "button", "heading", "price", "table", "menu", "search", "result", "form", "image")
@@ -50,22 +50,22 @@ TOOLS = (
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """How rollouts are."""
+    """Parameters of the rollouts."""
 
     num_turns: int = 45
     shot_bytes: int = 500_000
     """Bytes of a screenshot as base64."""
     keep: int = 0
-    """So many of the last screenshots stay in the history; 0: all."""
+    """Number of latest screenshots that stay in the history; 0: all."""
     group_size: int = 4
     slots: int = 4
-    """Rollouts of one worker at a time."""
+    """Concurrent rollouts of one worker."""
     streams: float = 0.1
     """Share of calls that are streamed."""
     vanish: float = 0.02
-    """Share of calls whose client is gone in mid-stream, and asks again."""
+    """Share of calls whose client disconnects during the stream and asks again."""
     crash: float = 0.02
-    """Share of agents that die somewhere in their rollout."""
+    """Share of agents that crash during their rollout."""
     seed: int = 0
 
 
@@ -73,7 +73,7 @@ Pieces = list[bytes | memoryview]
 
 
 class Shots:
-    """Screenshots: (head, rest) of base64 text; any two numbers make different ones."""
+    """Screenshots as (head, rest) of base64 text; different numbers make different ones."""
 
     def __init__(self, shape: Shape) -> None:
         chance = random.Random(shape.seed)
@@ -83,17 +83,17 @@ class Shots:
         self._salt = chance.randbytes(8)
 
     def shot(self, number: int) -> Pieces:
-        """Return the same text for the same number."""
+        """Return the screenshot of this number, always the same text."""
         raw = b"\x89PNG" + self._salt + number.to_bytes(12, "big")
         return [base64.b64encode(raw), self._rests[number % POOL]]
 
 
 class Browser:
-    """One agent's side of the talk; `body` is what it sends now."""
+    """One agent's conversation; `body` is its next request."""
 
     def __init__(self, shape: Shape, shots: Shots, task: int, index: int) -> None:
         self.num_unique_bytes = 0
-        """Bytes that it has shown and received so far: a recorder must hold them."""
+        """Bytes of messages shown and received so far, which a recorder must hold."""
         self._shape = shape
         self._shots = shots
         self._chance = random.Random(f"{shape.seed}.{task}.{index}")
@@ -102,17 +102,17 @@ class Browser:
         self._next_shot = self._first_shot + 1 + index * 1_000
         self._messages: list[Pieces] = [[_message("system", SYSTEM)]]
         self._shown: list[tuple[int, Pieces]] = []
-        """Place and pieces of messages whose screenshot may still be taken out."""
+        """Index and shortened pieces of messages whose screenshot may still be removed."""
         words = f"Task {task}. {self._words()}"
         self._show(b'{"role":"user","content":[' + _text(words), self._first_shot)
 
     def crash_turn(self) -> int:
-        """In which turn it dies; never where that is 0."""
+        """Return the turn in which the agent crashes; 0: it does not."""
         dies = self._chance.random() < self._shape.crash
         return self._chance.randint(1, self._shape.num_turns) if dies else 0
 
     def does_vanish(self) -> bool:
-        """Whether the client of the next call does."""
+        """Whether the client of the next call disconnects."""
         return self._chance.random() < self._shape.vanish
 
     def does_stream(self) -> bool:
@@ -120,7 +120,7 @@ class Browser:
         return self._chance.random() < self._shape.streams
 
     def body(self, is_stream: bool) -> Pieces:
-        """The pieces of a request's body."""
+        """Return the pieces of a request's body."""
         flag = b'"stream":true,' if is_stream else b""
         head = b'{"model":"policy",%b"max_tokens":512,"tools":%b,"messages":[' % (flag, TOOLS)
         pieces: Pieces = [head]
@@ -131,8 +131,8 @@ class Browser:
         pieces.append(b"]}")
         return pieces
 
-    def hear(self, message: bytes, call_ids: list[str]) -> None:
-        """Take the model's answer, and the new page that its calls led to."""
+    def add_reply(self, message: bytes, call_ids: list[str]) -> None:
+        """Append the model's answer, and the new page that its calls led to."""
         self._messages.append([message])
         self.num_unique_bytes += len(message)
         for call_id in call_ids or [""]:
@@ -143,7 +143,7 @@ class Browser:
             self._next_shot += 1
 
     def _show(self, before: bytes, number: int) -> None:
-        """A message with a screenshot; those before the last `keep` are taken out."""
+        """Append a message with a screenshot; remove screenshots before the last `keep`."""
         image = b'{"type":"image_url","image_url":{"url":"data:image/png;base64,'
         shot = self._shots.shot(number)
         pieces: Pieces = [before + b"," + image, *shot, b'"}}]}']
@@ -163,7 +163,7 @@ class ModelReply(msgspec.Struct):
     """A model's answer, folded from a plain or a streamed reply."""
 
     message: bytes
-    """Return it as the agent sends it back."""
+    """The message in the form in which the agent sends it back."""
     call_ids: list[str]
 
 
@@ -192,13 +192,13 @@ _messages = msgspec.json.Decoder(_ReplyMessage)
 
 
 def read_reply(body: bytes) -> ModelReply:
-    """Fold a plain answer."""
+    """Parse a plain answer."""
     raw = bytes(_replies.decode(body).choices[0].message)
     return ModelReply(raw, [call.id for call in _messages.decode(raw).tool_calls or ()])
 
 
 def read_events(events: list[bytes]) -> ModelReply:
-    """Fold a stream's `data:` lines."""
+    """Merge a stream's `data:` lines."""
     content: list[str] = []
     calls: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -221,7 +221,7 @@ def read_events(events: list[bytes]) -> ModelReply:
 
 
 def num_bytes(pieces: Pieces) -> int:
-    """All of them together."""
+    """Return the total size of the pieces."""
     return sum(map(len, pieces))
 
 
@@ -240,7 +240,7 @@ PATIENCE_S = 120.0
 
 
 class CallError(Exception):
-    """An answer that is not as it should be."""
+    """An unexpected answer."""
 
 
 class Line:
@@ -253,7 +253,7 @@ class Line:
         self._writer: asyncio.StreamWriter | None = None
 
     async def ask(self, path: str, pieces: Pieces, *, is_retry: bool, is_cut: bool = False) -> None:
-        """Send a request, or of its body the first half; returns when it is written or buffered."""
+        """Send a request, or the first half of its body; return when it is written or buffered."""
         if self._writer is None:
             self._reader, self._writer = await asyncio.open_connection(
                 "127.0.0.1", self._port, limit=MAX_LINE_BYTES
@@ -267,7 +267,7 @@ class Line:
         await self._writer.drain()
 
     async def plain(self) -> bytes:
-        """The answer's body."""
+        """Return the answer's body."""
         async with asyncio.timeout(PATIENCE_S):
             length = await self._head()
             if length < 0:
@@ -276,7 +276,7 @@ class Line:
             return await self._reader.readexactly(length)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The data of each event of a stream, but for its end."""
+        """Yield the data of each event of a stream, except its end."""
         async with asyncio.timeout(PATIENCE_S):
             if await self._head() >= 0:
                 raise CallError("a plain answer, where a stream was asked for")
@@ -294,7 +294,9 @@ class Line:
         self._reader = self._writer = None
 
     async def _head(self) -> int:
-        """The length of the body; -1 where it is chunked. CallError for what is no 200."""
+        """Return the length of the body, -1 if it is chunked. CallError if the status is not
+        200.
+        """
         assert self._reader
         head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
         mark, _, rest = head.partition(b"content-length:")
@@ -312,27 +314,27 @@ class Line:
 
 
 TICK_S = 0.1
-GIVE_WAY = 5
-"""The load's niceness: on real machines agents and engines have cores of their own."""
+NICENESS = 5
+"""Niceness of the load: on real machines, agents and engines have their own cores."""
 BACKLOG = 128
 PATH = "/v1/chat/completions"
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """An agent that should begin."""
+    """A request to start an agent."""
 
     base_url: str
-    """Ends in /v1."""
+    """A URL that ends in /v1."""
     api_key: str
     task: int
     num_turns: int
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How an agent did."""
+    """The result of an agent."""
 
     how: str
-    """done, crashed, or broken: it was answered as it should not be."""
+    """done, crashed, or broken: it got an unexpected answer."""
     why: str = ""
 
 
@@ -349,15 +351,17 @@ class LoadSample(msgspec.Struct, frozen=True):
     at_s: float
     """time.monotonic, which all processes share."""
     held: dict[str, Load]
-    """By the server's port."""
+    """Load by the server's port."""
     counts: dict[str, int]
-    """turns, rollouts, done, crashed, broken, vanished: since the start."""
+    """Totals since the start of turns, rollouts, done, crashed, broken, vanished."""
     turns_s: list[float]
-    """How long each turn since the last line took."""
+    """Seconds of each turn since the last line."""
 
 
 class Group:
-    """Siblings; what they hold is held until the last has ended, as a group's scope has it."""
+    """Siblings; their bytes count as held until the last has ended, as a group's scope holds
+    them.
+    """
 
     def __init__(self) -> None:
         self.num_begun = self.num_ended = 0
@@ -365,7 +369,7 @@ class Group:
 
 
 class Agents:
-    """All that run."""
+    """All running agents."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -376,7 +380,7 @@ class Agents:
         self._groups: dict[tuple[str, int], Group] = {}
 
     async def play(self, seat: Seat) -> Ended:
-        """One rollout."""
+        """Run one rollout."""
         port = seat.base_url.partition("//")[2].partition("/")[0].rpartition(":")[2]
         key = (port, seat.task)
         group = self._groups.setdefault(key, Group())
@@ -401,7 +405,7 @@ class Agents:
 
 
 class _Agent:
-    """One rollout's way."""
+    """One rollout in progress."""
 
     def __init__(
         self, agents: Agents, held: Load, group: Group, browser: Browser, line: Line
@@ -415,7 +419,7 @@ class _Agent:
         self._count()
 
     async def run(self, num_turns: int) -> str:
-        """done, or crashed."""
+        """Run the turns; return "done" or "crashed"."""
         crash_turn = self._browser.crash_turn()
         for turn in range(1, num_turns + 1):
             is_stream = self._browser.does_stream()
@@ -437,13 +441,13 @@ class _Agent:
         with self._in_flight(pieces):
             await self.line.ask(PATH, pieces, is_retry=is_retry)
             if is_stream:
-                said = read_events([event async for event in self.line.events()])
+                reply = read_events([event async for event in self.line.events()])
             else:
-                said = read_reply(await self.line.plain())
-        self._browser.hear(said.message, said.call_ids)
+                reply = read_reply(await self.line.plain())
+        self._browser.add_reply(reply.message, reply.call_ids)
 
     async def _vanish(self, pieces: Pieces) -> None:
-        """Ask for a stream and be gone at its first event."""
+        """Ask for a stream and disconnect at its first event."""
         with self._in_flight(pieces):
             await self.line.ask(PATH, pieces, is_retry=False)
             async with contextlib.aclosing(self.line.events()) as events:
@@ -452,7 +456,7 @@ class _Agent:
         self._agents.counts["vanished"] += 1
 
     async def _crash(self) -> None:
-        """Die in the middle of a body or of an answer."""
+        """Disconnect in the middle of a body or of an answer."""
         pieces = self._browser.body(True)
         if self._browser.does_stream():
             await self._vanish(pieces)
@@ -471,7 +475,7 @@ class _Agent:
             self._held.body_bytes -= size
 
     def _count(self) -> None:
-        """Count as held what it has shown since the last time."""
+        """Count the bytes shown since the last call as held."""
         new = self._browser.num_unique_bytes - self._num_counted
         self._num_counted += new
         self._group.num_bytes += new
@@ -479,7 +483,7 @@ class _Agent:
 
 
 async def _seat(agents: Agents, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One visitor of the socket: its agent runs until it is done or the visitor has gone."""
+    """Serve one connection: its agent runs until it is done or the client disconnects."""
     line = await reader.readline()
     if not line:
         writer.close()
@@ -496,7 +500,7 @@ async def _seat(agents: Agents, reader: asyncio.StreamReader, writer: asyncio.St
         writer.close()
 
 
-async def _tell(agents: Agents, log: IO[bytes]) -> None:
+async def _write_log(agents: Agents, log: IO[bytes]) -> None:
     while True:
         turns_s, agents.turns_s = agents.turns_s, []
         sample = LoadSample(time.monotonic(), agents.held, dict(agents.counts), turns_s)
@@ -513,7 +517,7 @@ async def _serve(options: argparse.Namespace, log: IO[bytes]) -> None:
     gc.freeze()
     announce(options.ready_fd, Ready("agents", os.getpid(), ""))
     async with server:
-        await _tell(agents, log)
+        await _write_log(agents, log)
 
 
 def main() -> None:
@@ -525,7 +529,7 @@ def main() -> None:
     arguments.add_argument("--ready-fd", type=int)
     options = arguments.parse_args()
     die_with_parent()
-    os.nice(GIVE_WAY)
+    os.nice(NICENESS)
     with Path(options.log).open("wb") as log:
         uvloop.run(_serve(options, log))
 

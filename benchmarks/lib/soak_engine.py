@@ -1,4 +1,4 @@
-"""The soak's engine: the canned one, whose answers are tool calls, and which streams chats too.
+"""The soak's engine: canned answers that are tool calls, and streamed chats.
 
     python -m benchmarks.lib.soak_engine --folder MODEL_FOLDER --ready-fd N
 
@@ -31,14 +31,14 @@ from rollmesh.runtime.tokens.tokenizer import load_tokenizer
 from rollmesh.testing.model_folder import write_large_folder
 
 GIVE_WAY = 5
-"""Niceness, as of the agents: measured processes go first."""
+"""Niceness, the same as of the agents: measured processes have priority."""
 NUM_ANSWERS = 64
 EVENTS_PER_S = 1000.0
-"""Events of a stream, so that a client can vanish in its middle."""
+"""Events of a stream, so that a client can disconnect in its middle."""
 
 
 def write_folder(folder: Path) -> Path:
-    """A model that sees, with answers; returns the folder."""
+    """Write a vision model's folder with answers; return the folder."""
     write_large_folder(folder, "qwen3_vl")
     tokenizer, chance = load_tokenizer(folder), random.Random(0)
     opens, closes, end = tokenizer.convert_tokens_to_ids(
@@ -59,7 +59,7 @@ def write_folder(folder: Path) -> Path:
 
 
 class SoakEngine(Engine):
-    """Its chats are calls; `/generate` is as it was."""
+    """A canned engine whose chats are tool calls; `/generate` is unchanged."""
 
     def __init__(self, canned: Canned) -> None:
         super().__init__(canned)
@@ -68,7 +68,7 @@ class SoakEngine(Engine):
         self._chats = self._chats_with_logprobs = cycle([_chat(a) for a in canned.answers])
 
     def flags(self, body: bytes) -> bytes:
-        # With images, which come last, they stand behind the ids.
+        # With images, which come last, the flags are behind the ids.
         return body
 
     def stream_chat(self, to: Framed) -> None:
@@ -77,7 +77,7 @@ class SoakEngine(Engine):
 
 
 def _chat(answer: Answer) -> bytes:
-    """Plain, as a chat endpoint says it."""
+    """Return a plain chat completion."""
     text, _, arguments = answer.text.partition("\0")
     function = {"name": "click", "arguments": arguments}
     call = {"id": _call_id(answer), "type": "function", "function": function}
@@ -87,7 +87,7 @@ def _chat(answer: Answer) -> bytes:
 
 
 def _chat_events(answer: Answer) -> list[bytes]:
-    """Return the same as chunks of a stream."""
+    """Return the same answer as chunks of a stream."""
     text, _, arguments = answer.text.partition("\0")
     deltas: list[dict[str, object]] = [{"role": "assistant", "content": ""}]
     deltas += [{"content": f"{word} "} for word in text.split(" ")[:-1]]

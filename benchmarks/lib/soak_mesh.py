@@ -2,7 +2,7 @@
 
 - Everything is as a user has it except for the loops' probes.
 - A wave is over when its last group was acked and freed. The journal is on disk and emptied.
-- In relay mode both servers get the same rollouts from the same agents' process before the same
+- In relay mode both servers get the same rollouts from the same agents' process, with the same
   engine. A gateway's sessions are opened, finished and deleted by its admin routes.
 """
 
@@ -32,7 +32,7 @@ from rollmesh.serve.client.client import Arrival, Finished, RolloutClient
 
 LOOK_S = 1.0
 PATIENCE_S = 120.0
-"""A wave in which nothing ends for so long has failed."""
+"""A wave fails if nothing ends for this long."""
 ENV = "benchmarks.lib.soak_worker:SoakEnv"
 MAX_CONTEXT_TOKENS = 131_072
 READY_S = 30.0
@@ -40,20 +40,20 @@ ROOMS = "rollmesh.cli.main"
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes that are measured, and the measures that are taken away."""
+    """The measured processes, and the memory measures that are disabled in them."""
 
     name: str
     shape: Shape
     num_workers: int = 1
     ablated: tuple[str, ...] = ()
     environ: dict[str, str] = {}
-    """Arguments of the measured processes, beside their own."""
+    """Additional environment variables of the measured processes."""
     settings: dict[str, int] = {}
-    """Theirs, too."""
+    """Additional settings of the measured processes."""
 
 
 class Wave(msgspec.Struct):
-    """How the groups of a wave ended."""
+    """Outcomes of the groups of a wave."""
 
     num_finished: int = 0
     num_dropped: int = 0
@@ -61,28 +61,28 @@ class Wave(msgspec.Struct):
 
 
 class Soaked(Protocol):
-    """An arm's processes, as the soak uses them."""
+    """The processes of an arm."""
 
     pids: dict[str, int]
-    """By name; those whose memory is judged are in `judged`."""
+    """Pids by name; those whose memory is judged are in `judged`."""
     judged: list[str]
     lags: dict[str, Path]
-    """Files of the judged processes whose loops measure themselves."""
+    """Lag files of the judged processes that measure their loops."""
     load_log: Path
     ports: dict[str, str]
-    """Endpoints of the judged processes."""
+    """Ports of the judged processes."""
 
     metrics: dict[str, Metrics]
     beat_s: float
 
     def wave(self, num_groups: int, num_turns: int, stop: threading.Event) -> Wave:
-        """So many groups, to the end of the last; fewer where it is to stop."""
+        """Run `num_groups` groups to the end of the last; fewer if `stop` is set."""
 
     def held(self) -> dict[str, Held]:
         """Resources of the judged processes now."""
 
     def num_lost(self) -> int:
-        """Workers that were given up."""
+        """Number of lost workers."""
 
 
 class Places(msgspec.Struct, frozen=True):
@@ -104,12 +104,12 @@ class Places(msgspec.Struct, frozen=True):
 
 
 def sets(settings: Mapping[str, Any]) -> list[str]:
-    """Return it as words of a command line."""
+    """Return the settings as words of a command line."""
     return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
 
 def start_agents(places: Places, shape: Shape, stack: ExitStack) -> Child:
-    """The agents' process, until the stack ends."""
+    """Start the agents' process, which ends with the stack."""
     places.socket.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "benchmarks.lib.soak_agents", "--socket", str(places.socket)]
     argv += ["--shape", msgspec.json.encode(shape).decode(), "--log", str(places.load_log)]
@@ -120,7 +120,7 @@ def start_agents(places: Places, shape: Shape, stack: ExitStack) -> Child:
 
 
 def start_engine(folder: Path, stack: ExitStack) -> Child:
-    """The canned engine."""
+    """Start the canned engine."""
     argv = [sys.executable, "-m", "benchmarks.lib.soak_engine", "--folder", str(folder)]
     child = Child(argv, os.sched_getaffinity(0))
     stack.callback(child.end)
@@ -189,7 +189,9 @@ class SoakMesh:
         return child
 
     def wave(self, num_groups: int, num_turns: int, stop: threading.Event) -> Wave:
-        """So many groups, as many at a time as there are slots and one more for each worker."""
+        """Run `num_groups` groups: as many at a time as there are slots, and one more per
+        worker.
+        """
         arm, shape, wave = self.arm, self.arm.shape, Wave()
         window = max(1, arm.num_workers * shape.slots // shape.group_size) + arm.num_workers
         num_asked, waited_s = 0, 0.0
@@ -233,11 +235,11 @@ class SoakMesh:
             wave.reasons[reason] = wave.reasons.get(reason, 0) + 1
 
     def held(self) -> dict[str, Held]:
-        """Pids of workers and router."""
+        """Resources of the workers and the router."""
         return {name: held_by(self.pids[name], each) for name, each in self.metrics.items()}
 
     def num_lost(self) -> int:
-        """Workers that the router gave up."""
+        """Number of workers that the router lost."""
         url = f"{self._router.ready.http_address}/status"
         with urllib.request.urlopen(url, timeout=READY_S) as answer:
             counts = msgspec.json.decode(answer.read())["counts"]
@@ -296,7 +298,7 @@ class SoakRelay:
         return Child(argv, os.sched_getaffinity(0), env=self.arm.environ)
 
     def wave(self, num_groups: int, num_turns: int, stop: threading.Event) -> Wave:
-        """So many groups, as many at a time as there are slots."""
+        """Run `num_groups` groups, as many at a time as there are slots."""
         return asyncio.run(self._wave(num_groups, num_turns, stop))
 
     async def _wave(self, num_groups: int, num_turns: int, stop: threading.Event) -> Wave:
@@ -323,7 +325,9 @@ class SoakRelay:
         return wave
 
     async def _group(self, admin: aiohttp.ClientSession, number: int, num_turns: int) -> list[str]:
-        """How each of its agents ended; the sessions go when all have."""
+        """Run a group; return how each of its agents ended. Its sessions are closed when all have
+        ended.
+        """
         num_siblings = self.arm.shape.group_size
         opened = [await self._open(admin) for _ in range(num_siblings)]
         seats = [Seat(o["base_url"], o["api_key"], number, num_turns) for o in opened]
@@ -359,9 +363,9 @@ class SoakRelay:
             answer.raise_for_status()
 
     def held(self) -> dict[str, Held]:
-        """Pid of the server."""
+        """Resources of the server."""
         return {name: held_by(self.pids[name], self.metrics.get(name)) for name in self.judged}
 
     def num_lost(self) -> int:
-        """There are no workers here."""
+        """Return 0: there are no workers."""
         return 0

@@ -1,12 +1,12 @@
-"""One arm of the soak from its start to its end, and its figures.
+"""One arm of the soak from start to end, and its figures.
 
-    idle, cold -> a few groups that warm up -> counts -> waves, each with a rest -> 10 s -> counts
+    idle, cold -> a few warm-up groups -> counts -> waves, each with a rest -> 10 s -> counts
 
-- Idle memory and gauges are read before the first rollout, so that what is loaded late counts.
+- Idle memory and gauges are read before the first rollout, so that modules loaded later count.
   Files and threads are compared with those after the warm-up, when pools have their threads.
 - A resting figure is the median of the last RESTING_S.
-- A figure is never better than what was seen: the worst of several processes, the kernel's peak
-  where it exceeds the samples', the upper end of a slope's two-sided 95 % interval.
+- Figures are never optimistic: the worst of several processes, the kernel's peak if it exceeds the
+  samples', the upper end of a slope's two-sided 95 % interval.
 """
 
 import itertools
@@ -34,15 +34,16 @@ from rollmesh.runtime.heap_trimmer import LOOK_S, MIN_INTERVAL_S
 IDLE_S = 3.0
 REST_S = 10.0
 BETWEEN_S = 6.0
-"""Kept connections to engines are closed by then."""
+"""Longer than kept connections to engines stay open."""
 RESTING_S = 2.0
-"""A resting figure is the median of so many last seconds."""
+"""A resting figure is the median over this period."""
 WARM_TURNS, WARM_GROUPS = 6, 2
-"""Groups for each that runs at a time; then one of all turns, since zmq gets a thread and a context
-of its own with the first long result that is sent."""
+"""Warm-up groups per concurrent one; then one wave of full length follows, since zmq creates a
+thread and a context when the first long result is sent.
+"""
 LEAD_S = MIN_INTERVAL_S + LOOK_S
-"""Time for which a figure may still contain memory that was held before: trims come no oftener, and
-a whole rollout of three screenshots takes hardly longer.
+"""Period during which a figure may still contain memory that was held before: trims are no more
+frequent, and a whole rollout of three screenshots takes little longer.
 """
 MAX_RSS_BYTES = 8 * 2**30
 
@@ -50,7 +51,7 @@ _load_samples = msgspec.json.Decoder(LoadSample)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How long an arm runs: for so many rollouts in one wave, or for so long in waves."""
+    """Duration of an arm: `num_rollouts` in one wave, or `minutes` in waves."""
 
     num_rollouts: int = 0
     minutes: float = 5.0
@@ -58,50 +59,50 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Rest(msgspec.Struct, frozen=True):
-    """After a wave."""
+    """Resting memory after a wave."""
 
     num_rollouts: int
-    """Since the start."""
+    """Rollouts since the start."""
     rss_bytes: dict[str, float]
-    """By judged process."""
+    """Resident bytes by judged process."""
 
 
 class Seen(msgspec.Struct, kw_only=True):
-    """All that is known of an arm when it is over."""
+    """All measurements of an arm."""
 
     name: str
     judged: list[str]
     ports: dict[str, str]
     series: dict[str, Series]
     peaks: dict[str, int]
-    """Peaks as the kernel has them."""
+    """Peaks counted by the kernel."""
     idle: dict[str, float]
     resting: dict[str, float]
     rests: list[Rest] = []
     scrapes: dict[str, list[Scrape]] = {}
-    """Bytes held by what, as the process itself says, from time to time."""
+    """Periodic readings of the bytes that each process reports to hold, by kind."""
     cold: dict[str, Held] = {}
-    """At the first, after the small wave, and in the end."""
+    """Resources before the first group, after the warm-up, and at the end."""
     before: dict[str, Held] = {}
     after: dict[str, Held] = {}
     num_missed: int = 0
-    """Times that a worker did not beat for so long that one is missing, or was given up."""
+    """Number of missed heartbeats and lost workers."""
     load: list[LoadSample] = []
     lags: dict[str, tuple["array[float]", "array[float]"]] = {}
     began_s: float = 0.0
     ended_s: float = 0.0
-    """When the last wave did."""
+    """End of the last wave."""
     waves: list[tuple[float, float]] = []
-    """When each began and ended."""
+    """Begin and end of each wave."""
     num_groups: int = 0
     num_dropped: int = 0
     reasons: dict[str, int] = {}
     is_stopped: bool = False
-    """A process was past MAX_RSS_BYTES."""
+    """Whether a process exceeded MAX_RSS_BYTES."""
 
 
 def run_arm(arm: Arm, plan: Plan, mode: str, folder: Path) -> Seen:
-    """Run it in `folder`."""
+    """Run an arm in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         soaked: SoakMesh | SoakRelay
@@ -172,7 +173,9 @@ def _resting(soaked: Soaked, watch: Watch) -> dict[str, float]:
 
 
 def _waves(arm: Arm, plan: Plan, seen: Seen) -> Iterator[int]:
-    """Groups of each wave; the first is small where time decides, and tells how fast it goes."""
+    """Yield the number of groups of each wave; a timed arm starts with a small one to measure the
+    rate.
+    """
     size = arm.shape.group_size
     if plan.num_rollouts:
         yield -(-plan.num_rollouts // size)
@@ -192,15 +195,17 @@ T_975 = (
     2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
     2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
-"""Student's t at 97.5 %, for 1 to 30 degrees of freedom; more have the last, which is safe."""
+"""Student's t at 97.5 %, for 1 to 30 degrees of freedom; larger ones use the last, which is
+conservative.
+"""
 TABLES = re.compile(r"rollmesh_(held_bytes|entries)\{")
-"""Gauges of what is held; caches have a name of their own."""
+"""Gauges of held objects; caches have other names."""
 WARM_RESTS = 2
-"""First rests that a slope leaves out: heaps and pools still find their size."""
+"""Number of first rests that a slope leaves out, while heaps and pools are still growing."""
 
 
 class Slope(NamedTuple):
-    """MB per 1,000 rollouts of one process, and the ends of the 95 % interval."""
+    """MB per 1,000 rollouts of one process, with the ends of the 95 % interval."""
 
     at: float
     low: float
@@ -208,7 +213,7 @@ class Slope(NamedTuple):
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> Slope:
-    """The least squares' line through these; it needs three points."""
+    """Fit a least squares' line, which needs three points."""
     num, mean_x, mean_y = len(xs), sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)
     at = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
@@ -230,7 +235,7 @@ def slope_of(rests: Sequence[Rest]) -> Slope | None:
 
 
 class Peak(NamedTuple):
-    """The moment at which a process held most."""
+    """The moment at which a process held most memory."""
 
     at_s: float
     rss_bytes: int
@@ -245,19 +250,19 @@ class Peak(NamedTuple):
 
 
 def peak_of(seen: Seen, name: str) -> Peak:
-    """By the samples; the kernel's own peak has no moment."""
+    """Find the peak among the samples, since the kernel's own peak has no time."""
     series = seen.series[name]
     rss_bytes, at_s = max(zip(series.rss_bytes, series.at_s, strict=True))
     loads = [
-        num_bytes for told_s, num_bytes in load_of(seen, name) if at_s - LEAD_S <= told_s <= at_s
+        num_bytes
+        for sampled_s, num_bytes in load_of(seen, name)
+        if at_s - LEAD_S <= sampled_s <= at_s
     ]
     return Peak(at_s, rss_bytes, max(loads, default=0), seen.idle[name])
 
 
 def load_of(seen: Seen, name: str) -> list[tuple[float, int]]:
-    """Return what a process had to hold by the agents' count: live set and bodies in flight, and
-    when.
-    """
+    """Return the bytes that a process had to hold (live set and bodies in flight), with times."""
     port = seen.ports[name]
     return [
         (sample.at_s, sample.held[port].live_bytes + sample.held[port].body_bytes)
@@ -267,7 +272,7 @@ def load_of(seen: Seen, name: str) -> list[tuple[float, int]]:
 
 
 def left_over(seen: Seen) -> dict[str, float]:
-    """Gauges of held bytes and entries that are not what they were, by process and name."""
+    """Return gauges of held bytes and entries that have grown, by process and name."""
     left: dict[str, float] = {}
     for name, after in seen.after.items():
         before = seen.cold[name].gauges
@@ -278,7 +283,7 @@ def left_over(seen: Seen) -> dict[str, float]:
 
 
 def named_at_peak(seen: Seen, name: str) -> dict[str, float]:
-    """Return the gauges nearest to its peak."""
+    """Return the gauges read nearest to its peak."""
     at_s = peak_of(seen, name).at_s
     scrapes = seen.scrapes.get(name, [])
     nearest = min(scrapes, key=lambda scrape: abs(scrape.at_s - at_s), default=None)
@@ -286,7 +291,7 @@ def named_at_peak(seen: Seen, name: str) -> dict[str, float]:
 
 
 def figures_of(seen: Seen) -> dict[str, float]:
-    """By name, without the arm's."""
+    """Return the figures by name, without the arm's prefix."""
     peaks = [peak_of(seen, name) for name in seen.judged]
     highest = max(peaks, key=lambda peak: peak.rss_bytes)
     idle, resting = max(seen.idle.values()), max(seen.resting.values())
@@ -332,7 +337,7 @@ def figures_of(seen: Seen) -> dict[str, float]:
 
 
 def _busy_lags(seen: Seen, name: str) -> Iterable[float]:
-    """While it worked: idle loops are never late."""
+    """Lags during waves; idle loops are never late."""
     at_s, lags = seen.lags.get(name, ((), ()))
     starts = [begin_s for begin_s, _ in seen.waves]
     return [

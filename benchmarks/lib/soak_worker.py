@@ -1,19 +1,18 @@
-"""A worker or gateway of the soak: the real verb, with some memory measures taken away.
+"""A worker or gateway of the soak: the real verb, with some memory measures disabled.
 
     python -m benchmarks.lib.soak_worker --lag FILE --ablate evict,trim worker --router ...
 
     evict     a finished rollout's scope stays in the registry, with all that it holds
     discard   every request's body stays in a table of in-flight requests
-    trim      the heap is laid out as the C library has it, and never trimmed (mallopt, keeper: the
-              two halves of it)
+    trim      the heap has the C library's layout and is never trimmed (its two halves are mallopt
+              and keeper)
     dedupe    each turn holds its own copy of the history that it was asked with, images included,
               as long as its session
     spill     nothing is moved to disk
 
-- A function here reverts one measure and nothing else, before the process begins; rollmesh/ has no
-  switch for it.
-- Otherwise the process differs from the real verb by two records: how late its loop is, each
-  PROBE_S (0.3 % of a core), and when each heartbeat was sent.
+- Each function disables one measure before the process begins; rollmesh/ has no switch for it.
+- Otherwise the process differs from the real verb by two records: the lag of its loop each PROBE_S
+  (0.3 % of a core), and the time of each heartbeat.
 """
 
 import argparse
@@ -47,12 +46,12 @@ HEAP = ("mallopt", "keeper")
 
 
 def keep_scopes() -> None:
-    """evict"""
+    """Disable `evict`."""
     Scope.end = Scope.close  # type: ignore[method-assign]
 
 
 def keep_bodies() -> None:
-    """discard"""
+    """Disable `discard`."""
     read, bodies = HttpRequest.read, list[bytes]()
 
     @wraps(read)
@@ -65,7 +64,7 @@ def keep_bodies() -> None:
 
 
 def copy_histories() -> None:
-    """dedupe"""
+    """Disable `dedupe`."""
     attach, forget = Session.attach, Session.forget
     copies: dict[str, list[bytearray]] = {}
 
@@ -84,23 +83,23 @@ def copy_histories() -> None:
 
 
 def leave_heap() -> None:
-    """mallopt"""
+    """Disable `mallopt`."""
     Heap.settle = lambda heap: False  # type: ignore[assignment, method-assign]
 
 
 def leave_free() -> None:
-    """keeper"""
+    """Disable `keeper`."""
     Heap.can_trim = property(lambda heap: False)  # type: ignore[assignment, method-assign]
 
 
 def leave_both() -> None:
-    """trim"""
+    """Disable `trim`."""
     leave_heap()
     leave_free()
 
 
 def spill_nothing() -> None:
-    """spill"""
+    """Disable `spill`."""
     settle = blobs.settle
 
     def settled(max_memory_bytes: int, folder: Path | None) -> None:
@@ -121,17 +120,17 @@ _PARTS = {"mallopt": leave_heap, "keeper": leave_free}
 
 
 def ablate(names: Sequence[str]) -> None:
-    """Take these measures, or halves of one, away."""
+    """Disable these measures, or halves of one."""
     for name in names:
         (MEASURES | _PARTS)[name]()
 
 
 MANY = 64
-"""More than a pool has threads."""
+"""More threads than a pool has."""
 
 
 class SoakEnv(PlainEnv):
-    """`socket` is where the agents' process listens."""
+    """`socket` is the address of the agents' process."""
 
     def __init__(self, *, socket: str) -> None:
         self._socket = socket
@@ -139,7 +138,7 @@ class SoakEnv(PlainEnv):
 
     async def run(self, task: Task, agent: Endpoint) -> Transcript:
         if not self._is_warm:
-            # The worker's pool has all its threads from here on, and they can be counted.
+            # From here on the worker's pool has all its threads, so they can be counted.
             self._is_warm = True
             await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.1) for _ in range(MANY)))
         seat = Seat(agent.base_url, agent.api_key, task.data["number"], task.data["num_turns"])
@@ -156,11 +155,11 @@ class SoakEnv(PlainEnv):
 
 PROBE_S = 0.005
 NUM_BUFFERED = 400
-"""Figures between two writes to the file."""
+"""Numbers buffered between two writes to the file."""
 
 
 class LagMeter:
-    """Pairs of doubles into a file: time.monotonic, and how late the loop was then."""
+    """Write pairs of doubles to a file: time.monotonic, and the loop's lag at that time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, path: Path) -> None:
         self._loop = loop
@@ -169,7 +168,7 @@ class LagMeter:
         self._due_s = 0.0
 
     def begin(self) -> None:
-        """Now, on the loop."""
+        """Schedule the next probe; called on the loop."""
         self._due_s = time.monotonic() + PROBE_S
         self._loop.call_later(PROBE_S, self._probe)
 
@@ -183,7 +182,7 @@ class LagMeter:
 
 
 def note_beats(path: Path) -> None:
-    """Have each beat's time.monotonic in a file, as doubles."""
+    """Write the time.monotonic of each heartbeat to a file, as doubles."""
     beat, file = HeartbeatThread._beat, path.open("wb", buffering=0)  # noqa: SLF001 - where a beat is sent
 
     @wraps(beat)
@@ -195,19 +194,19 @@ def note_beats(path: Path) -> None:
 
 
 def beats_in(lag: Path) -> Path:
-    """Where the beats' times stand beside the loop's lags."""
+    """Return the file of the heartbeats' times, next to that of the lags."""
     return lag.with_suffix(".beats")
 
 
 def read_beats(lag: Path) -> "array[float]":
-    """Times of beats; none of a gateway."""
+    """Return the times of heartbeats; empty for a gateway."""
     times = array("d")
     times.frombytes(beats_in(lag).read_bytes())
     return times
 
 
 def read_lags(path: Path) -> tuple["array[float]", "array[float]"]:
-    """Times and lags of a file."""
+    """Return the times and lags of a file."""
     figures = array("d")
     raw = path.read_bytes()
     figures.frombytes(raw[: len(raw) // 16 * 16])
@@ -215,7 +214,7 @@ def read_lags(path: Path) -> tuple["array[float]", "array[float]"]:
 
 
 def main() -> None:
-    """Be that verb."""
+    """Run the verb with probes."""
     arguments = argparse.ArgumentParser(prog="python -m benchmarks.lib.soak_worker")
     arguments.add_argument("--lag", type=Path, required=True)
     arguments.add_argument("--ablate", default="")

@@ -1,4 +1,4 @@
-"""A simulated fleet, trainer and publisher on a virtual clock, and the ways to bound staleness.
+"""A simulated fleet, trainer and publisher on a virtual clock, and rules that bound staleness.
 
     wait mask drop requeue   the StalenessManager of the product, used as the pacer uses it
     wait, bound 0, 4, 8      the same with another bound; 0: each step waits for all its requests
@@ -6,12 +6,12 @@
                              oldest results first, whatever their age
     unbounded                the same without a bound on counts: the capacity of the fleet
 
-- Tasks differ more than siblings, and a few are much longer, as those of agents are. All lengths
+- Tasks differ more than siblings, and a few are much longer, as tasks of agents are. All lengths
   come from one seed, so every arm gets the same rollouts.
 - Rollouts start when requested and continue through weight updates. Weights reach all engines at
   once, some time after a step, one publication after the other.
-- An arm knows what a trainer knows. The world checks that no sample is trained beyond the bound, no
-  group twice, and that each requested one is trained or dropped in the end.
+- An arm knows only what a trainer knows. The world checks that no sample is trained beyond the
+  bound, that no group is trained twice, and that each requested one is trained or dropped.
 """
 
 import bisect
@@ -43,13 +43,13 @@ from rollmesh.trainer.staleness import (
 
 
 class FleetShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and speeds; by default the rollouts of one step take some ten seconds."""
+    """Sizes and speeds; by default the rollouts of one step take about ten seconds."""
 
     group_size: int = 8
     batch_groups: int = 8
     max_staleness: int = 2
     max_groups: int = 24
-    """Groups that run at the same time."""
+    """Concurrent groups."""
     median_tokens: float = 400.0
     task_spread: float = 0.7
     """Standard deviation of the log of a task's median."""
@@ -64,7 +64,7 @@ class FleetShape(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float = 1.0
     """Fixed part of a step's duration."""
     publish_s: float = 1.5
-    """From the end of a step until engines have its weights."""
+    """Seconds from the end of a step until engines have its weights."""
 
     @property
     def batch(self) -> int:
@@ -73,7 +73,7 @@ class FleetShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_concurrent(self) -> int:
-        """Rollouts that run at the same time."""
+        """Concurrent rollouts."""
         return self.max_groups * self.group_size
 
 
@@ -98,7 +98,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lengths:
-    """Draws tasks and rollouts."""
+    """Draw tasks and the lengths of their rollouts."""
 
     def __init__(self, shape: FleetShape, seed: int) -> None:
         self._shape = shape
@@ -133,12 +133,12 @@ class Taken(msgspec.Struct):
 
     batch: list[GroupId] = []
     oldest_step: int = -FAR
-    """Tokens of older weights do not train."""
+    """Tokens of older weights are not trained."""
     stale: list[GroupId] = []
 
 
 class Arm(Protocol):
-    """A way to bound staleness."""
+    """A rule that bounds staleness."""
 
     name: str
     bound: int
@@ -202,7 +202,7 @@ class Managed:
 
 
 class Known:
-    """AReaL's formula, or with a bound of FAR no bound."""
+    """AReaL's formula; with a bound of FAR, no bound."""
 
     requeues = False
     bound = FAR
@@ -263,7 +263,7 @@ def arms(shape: FleetShape) -> list[Arm]:
 
 
 class Outcome(msgspec.Struct):
-    """Figures of a run, or of several together."""
+    """Figures of one run, or of several together."""
 
     seconds: float = 0.0
     """Until the last step; tokens that train while the run is drained are not in
@@ -324,24 +324,24 @@ class World:
         self.outcome = Outcome()
 
     def run(self, num_steps: int) -> Outcome:
-        """Do `num_steps` steps, then drain: request nothing more, and let all groups end."""
-        self._go_on()
+        """Run `num_steps` steps, then drain: request nothing more, and let all groups end."""
+        self._advance()
         while self._events:
-            self._now_s, _, deed = heapq.heappop(self._events)
-            deed()
+            self._now_s, _, action = heapq.heappop(self._events)
+            action()
             if self._step >= num_steps and not self._is_over:
                 self._is_over = True
                 self.outcome.seconds = self._now_s
                 self.outcome.tokens_in_time = self.outcome.tokens_trained
-            self._go_on()
-        assert not self._running, "all that was asked for has ended"
-        assert not self._ready, "and was trained, or given up"
+            self._advance()
+        assert not self._running, "every requested group has ended"
+        assert not self._ready, "every ended group was trained or dropped"
         return self.outcome
 
-    def _after(self, delay_s: float, deed: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self._now_s + delay_s, next(self._order), deed))
+    def _after(self, delay_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._now_s + delay_s, next(self._order), action))
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         self._ask()
         self._take()
         self._publish()
@@ -382,9 +382,9 @@ class World:
             return
         taken = self._arm.take(self._step, 0)
         if self._is_over and not (taken.batch or taken.stale or self._running) and self._ready:
-            taken = self._arm.take(self._step, 1)  # the last ones, which make no full batch
+            taken = self._arm.take(self._step, 1)  # the last groups, which make no full batch
         for group_id in taken.stale:
-            self._give_up(self._ready.pop(group_id))
+            self._drop(self._ready.pop(group_id))
         if taken.batch:
             groups = [self._ready.pop(group_id) for group_id in taken.batch]
             self._train(groups, max(0, taken.oldest_step))
@@ -393,11 +393,11 @@ class World:
 
     def _train(self, groups: list[Group], oldest_step: int) -> None:
         self._is_training = True
-        tokens = sum(self._book(group, oldest_step) for group in groups)
+        tokens = sum(self._record(group, oldest_step) for group in groups)
         step_s = self._shape.step_s + tokens / self._shape.trained_tokens_per_s
         self._after(step_s, self._end_step)
 
-    def _book(self, group: Group, oldest_step: int) -> int:
+    def _record(self, group: Group, oldest_step: int) -> int:
         """Record a rollout that trains; return its number of trained tokens."""
         age = self._step - max(group.asked_step, oldest_step)
         assert age <= self._arm.bound, f"{self._arm.name}: {group.group_id} is {age} steps old"
@@ -437,7 +437,7 @@ class World:
             self._published_s.append(self._now_s)
         self._arm.published(step)
 
-    def _give_up(self, group: Group) -> None:
+    def _drop(self, group: Group) -> None:
         if self._arm.requeues and group.num_requeued < MAX_REQUEUES and not self._is_over:
             self.outcome.num_requeued += len(group.lengths)
             self._again.append((group.task, group.num_requeued + 1))

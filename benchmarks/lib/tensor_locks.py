@@ -1,8 +1,8 @@
 """Case of the tensor benchmark: how long other threads wait while 100,000 shards are freed.
 
-A store or a buffer gets locks that measure how long they are held. A figure is the longest hold of
-any lock, in CPU time of its thread, to which other work can only add; the least of all rounds
-counts.
+The locks of a store and a buffer measure how long they are held. A figure is the longest hold of
+any lock, in CPU time of its thread, to which other work can only add; the minimum over all rounds
+is reported.
 """
 
 import gc

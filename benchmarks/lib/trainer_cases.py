@@ -1,8 +1,8 @@
-"""Short processes with one part of a trainer each, which print one line of JSON.
+"""Short processes that each run one part of a trainer and print one line of JSON.
 
     python -m benchmarks.lib.trainer_cases save|journal|resume FOLDER MEGABYTES
 
-A peak is the kernel's own (VmHWM of proc(5)), reset when the case has made what it needs.
+A peak is the kernel's own (VmHWM of proc(5)), reset when the case has prepared its inputs.
 """
 
 import gc
@@ -28,20 +28,20 @@ WIDTH = 1024
 
 
 def memory_mb(line: str) -> float:
-    """VmRSS or VmHWM."""
+    """Read VmRSS or VmHWM."""
     status = Path("/proc/self/status").read_text().splitlines()
     return int(next(each for each in status if each.startswith(line)).split()[1]) * 1024 / MB
 
 
 def reset_peak() -> None:
-    """The peak is what is resident now."""
+    """Set the peak to the current resident memory."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def save(folder: Path, size_mb: int) -> dict[str, float]:
-    """A model of so many megabytes is written twice, as a checkpoint and its successor."""
-    # Here, since torch would be nine tenths of what the other cases measure.
+    """Write a model of `size_mb` twice, as a checkpoint and its successor."""
+    # Imported here, since torch would be nine tenths of the memory of the other cases.
     from rollmesh.trainer.models.folders import save_model  # noqa: PLC0415 - see above
     from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model  # noqa: PLC0415 - see above
 
@@ -71,7 +71,7 @@ def save(folder: Path, size_mb: int) -> dict[str, float]:
 
 
 def journal(folder: Path, size_mb: int) -> dict[str, float]:
-    """A client's journal with this much that no step has taken."""
+    """Fill a client's journal with `size_mb` that no step has taken."""
     book = open_journal(folder, JournalConfig())
     book.begin(RunBegan("r1"), saved=None)
     body = encode_record(GroupRecord(task=Task(id="t")))
@@ -84,7 +84,7 @@ def journal(folder: Path, size_mb: int) -> dict[str, float]:
 
 
 def resume(folder: Path, size_mb: int) -> dict[str, float]:
-    """All of it is taken, a handful at a time."""
+    """Resume from it and take all groups, a few at a time."""
     reset_peak()
     idle_mb = memory_mb("VmRSS")
     client = RolloutClient("tcp://127.0.0.1:1", JournalConfig(), folder)
@@ -101,7 +101,7 @@ def resume(folder: Path, size_mb: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """One case."""
+    """Run one case."""
     case = {"save": save, "journal": journal, "resume": resume}[sys.argv[1]]
     print(json.dumps(case(Path(sys.argv[2]), int(sys.argv[3]))))
 

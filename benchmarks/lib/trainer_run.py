@@ -61,7 +61,7 @@ SAMPLED_SHARE = 0.25
 MESSAGE_BYTES_PER_TOKEN = 4
 TEXTS = ("a tokenizer of few words",)
 REST_S = 4.0
-"""Long enough for the work that an idle trainer does."""
+"""Long enough for the background work of an idle trainer."""
 
 
 class Rest(msgspec.Struct):

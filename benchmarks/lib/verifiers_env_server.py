@@ -1,12 +1,12 @@
-"""verifiers' env server under the same load, in a venv that has verifiers and nothing of ours.
+"""verifiers' env server under the same load, in a venv that has verifiers and not rollmesh.
 
     .venv-peers/verifiers/bin/python verifiers_env_server.py --workers N --ready-fd N
 
 Written against verifiers 0.4.0. Each line at its address is a JSON object {num, window, turns,
 tokens, padding}: that many rollouts run through its EnvClient, `window` at a time, and a line with
 the seconds answers. Its environment, which its servers import from this file, gives each trace
-nodes made in advance, as serving_worker.py does; it does not yield between turns, so its server
-streams each answer in one piece, the cheapest way for it.
+prepared nodes, as serving_worker.py does. It does not yield between turns, so its server streams
+each answer in one piece, which is its cheapest way.
 """
 
 import argparse
@@ -41,32 +41,32 @@ class BenchData(vf.TaskData):  # type: ignore[misc]  # verifiers is not installe
 
 
 class BenchTask(vf.Task[BenchData]):  # type: ignore[misc]  # as above
-    """Nothing but its data."""
+    """A task without other content."""
 
 
 class BenchTaskset(vf.Taskset[BenchTask, vf.TasksetConfig]):  # type: ignore[misc]  # as above
-    """Never loaded from: the laps bring their tasks."""
+    """An unused task set: the laps send their own tasks."""
 
     def load(self) -> Any:
-        """One task; the load brings its own."""
+        """Return one task, which the load replaces."""
         yield BenchTask(BenchData(prompt="bench"))
 
 
 class BenchEnv(single.SingleAgentEnv):  # type: ignore[misc]  # as above
-    """Answers without an agent, a harness or a model."""
+    """An environment without an agent, a harness or a model."""
 
     async def run_episode(
         self, task: Any, ctx: Any, *, on_trace: Any = None, on_discard: Any = None
     ) -> Any:
-        """A trace of so many turns, at once."""
+        """Return a trace of all turns at once."""
         del on_discard
         about = traces.TraceTask(type="BenchTask", data=task.data)
         config = agents.AgentConfig(model=ctx.model, client=ctx.client)
         found = traces.Trace(task=about, agent=traces.AgentInfo(config=config))
         on_trace(found)
-        for asked, told in nodes_of(task.data.num_turns, task.data.num_tokens):
-            found.nodes.append(asked)
-            found.nodes.append(told)
+        for prompt, reply in nodes_of(task.data.num_turns, task.data.num_tokens):
+            found.nodes.append(prompt)
+            found.nodes.append(reply)
             found.notify()
         found.is_completed = found.ok = True
         info = episodes.EnvInfo(id=self.config.env_id)
@@ -75,22 +75,22 @@ class BenchEnv(single.SingleAgentEnv):  # type: ignore[misc]  # as above
 
 @functools.cache
 def nodes_of(num_turns: int, num_tokens: int) -> list[tuple[Any, Any]]:
-    """Each turn's two nodes; nothing changes them, so traces share them."""
-    told = {"message": kinds.AssistantMessage(content=""), "sampled": True}
-    told |= {"token_ids": list(range(num_tokens)), "mask": [True] * num_tokens}
-    told |= {"logprobs": [-0.5] * num_tokens}
+    """Return each turn's two nodes; they are read-only, so traces share them."""
+    fields = {"message": kinds.AssistantMessage(content=""), "sampled": True}
+    fields |= {"token_ids": list(range(num_tokens)), "mask": [True] * num_tokens}
+    fields |= {"logprobs": [-0.5] * num_tokens}
     asked = {"message": kinds.UserMessage(content=""), "token_ids": list(range(PROMPT_TOKENS))}
     return [
         (
             graph.MessageNode(parent=2 * turn - 1 if turn else None, **asked),
-            graph.MessageNode(parent=2 * turn, **told),
+            graph.MessageNode(parent=2 * turn, **fields),
         )
         for turn in range(num_turns)
     ]
 
 
 def serve(num_workers: int, addresses: Any, config: Any, parent: Any) -> None:
-    """The server's process, or the broker's; it ends with its parent."""
+    """Run the server, or the broker; it ends with its parent."""
     import_module("verifiers.v1.serve").serve_env(
         max_workers=num_workers,
         elastic=False,
@@ -102,7 +102,7 @@ def serve(num_workers: int, addresses: Any, config: Any, parent: Any) -> None:
 
 
 async def answer_laps(address: str, ready_fd: int) -> None:
-    """Run what is asked for, until killed."""
+    """Run the requested laps until killed."""
     client = import_module("verifiers.v1.serve").EnvClient(address)
     await client.wait_for_server_startup()
     endpoint = import_module("verifiers.v1.configs.client").EvalClientConfig(
@@ -133,7 +133,7 @@ async def answer_laps(address: str, ready_fd: int) -> None:
 
 
 def main() -> None:
-    """Start a server, then answer."""
+    """Start a server, then answer laps."""
     arguments = argparse.ArgumentParser(prog="verifiers_env_server.py")
     arguments.add_argument("--workers", type=int, default=1)
     arguments.add_argument("--ready-fd", type=int, required=True)

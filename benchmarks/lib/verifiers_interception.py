@@ -1,9 +1,9 @@
-"""verifiers' interception server as a process, in a venv that has verifiers and nothing of ours.
+"""verifiers' interception server as a process, in a venv that has verifiers and not rollmesh.
 
     .venv-peers/verifiers/bin/python verifiers_interception.py --engine URL --keys FILE --ready-fd N
 
 Written against verifiers 0.4.0. It registers one session per connection, as verifiers' rollouts do;
-the sessions' keys go to FILE, one a line.
+the sessions' keys are written to FILE, one per line.
 """
 
 import argparse
@@ -17,7 +17,7 @@ NUM_SESSIONS = 32
 
 
 def new_session(engine: str) -> Any:
-    """A rollout's session that calls the engine's chat endpoint."""
+    """Return a rollout's session that calls the engine's chat endpoint."""
     agent, trace, task = (
         import_module(f"verifiers.v1.{name}") for name in ("configs.agent", "trace", "task")
     )
