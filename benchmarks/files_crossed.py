@@ -218,7 +218,7 @@ CASES = {"completion": completion, "group": group}
 def main() -> None:
     """Run the cases and report."""
     arguments: argparse.ArgumentParser = parser("files_crossed", CASES)
-    arguments.add_argument("--list", action="store_true", help="print the files too")
+    arguments.add_argument("--list", action="store_true", help="also print the files")
     options = arguments.parse_args()
     num_tries = NUM_QUICK_TRIES if options.quick else NUM_TRIES
     figures: dict[str, float] = {}

@@ -112,8 +112,10 @@ def load(layout: str, num_turns: int) -> dict[str, float]:
 def main() -> None:
     """Run the layouts and print their figures."""
     arguments = parser("heap")
-    arguments.add_argument("--layout", choices=LAYOUTS, help="this one, in this process")
-    arguments.add_argument("--preload", default="", help="a library that has malloc")
+    arguments.add_argument(
+        "--layout", choices=LAYOUTS, help="run this layout only, in this process"
+    )
+    arguments.add_argument("--preload", default="", help="a library with its own malloc")
     options = arguments.parse_args()
     if options.layout:
         print(json.dumps(load(options.layout, QUICK_TURNS if options.quick else NUM_TURNS)))

@@ -105,7 +105,7 @@ def figures_of(calm: Demo, killed: Demo, pauses_s: list[float]) -> dict[str, flo
     calm_end, end = (read_summary(demo.run / "summary.json") for demo in (calm, killed))
     return {
         "kills": len(pauses_s),
-        "lives": end["num_lives"],
+        "incarnations": end["num_lives"],
         "steps_redone": end["num_steps_redone"],
         "steps_missing_or_twice": len(set(steps) ^ set(range(len(calm.rows()))))
         + len(steps)
@@ -125,7 +125,7 @@ def figures_of(calm: Demo, killed: Demo, pauses_s: list[float]) -> dict[str, flo
 def draw(calm: Demo, killed: Demo, kills: tuple[Kill, ...], path: Path) -> None:
     """Draw both curves and mark the kills."""
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    looks = {"undisturbed": (calm, "#888888"), "killed and gone on with": (killed, "#1f5fa8")}
+    looks = {"undisturbed": (calm, "#888888"), "killed and resumed": (killed, "#1f5fa8")}
     for label, (demo, color) in looks.items():
         rows = demo.rows()
         x, y = [row["step"] for row in rows], [row["success"] for row in rows]

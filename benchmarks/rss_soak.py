@@ -205,7 +205,7 @@ def table(soaked: Findings) -> str:
         row = " | ".join("" if cell is None else _number(cell) for cell in cells)
         lines.append(f"| {seen.name} | {row} |")
     if any(seen.name == "off" for seen in soaked.arms):
-        lines += [f"| {version} | | {peak} | {rest} |" + " |" * 5 for version, peak, rest in SEED]
+        lines += [f"| {label} | | {peak} | {rest} |" + " |" * 5 for label, peak, rest in SEED]
     lines += ["", *_shares(soaked), *(_copies(seen) for seen in soaked.arms)]
     lines += [f"- {note}" for note in soaked.notes]
     for seen in soaked.arms:

@@ -4,8 +4,9 @@
 
 The router's own scheduler in this process receives the messages that real peers send, on a clock
 that is advanced by hand: CPU and memory are measured without sockets (with them, see
-`benchmarks.serving --only router`). docs/internals/scale.md draws the conclusions. `SyntheticTraffic`
-also serves tests: clients ask, workers run, some vanish, and messages arrive late or twice.
+`benchmarks.serving --only router`). docs/internals/scale.md draws the conclusions.
+`SyntheticTraffic` also serves tests: clients ask, workers run, some vanish, and messages arrive
+late or twice.
 
 - A quick run has as many workers and as long a queue as a full one, but a fifth of the duration.
 - Every requested group ends; after `rest` no peer and no group is left.
@@ -391,7 +392,7 @@ def long_run(num_groups: int) -> dict[str, float]:
         gc.collect()
         Heap().trim()
         points.append((traffic.num_asked, own.memory_info().rss))
-    assert traffic.num_ended == peers.num_asked
+    assert traffic.num_ended == traffic.num_asked
     filled = points[LONG_RUN_LOOKS // 5 :]
     slope = linear_regression(*zip(*filled, strict=True)).slope
     traffic.rest()

@@ -154,9 +154,9 @@ def loop() -> None:
 
 def timed_ms(call: Callable[[], object]) -> float:
     """CPU time of one call."""
-    begun_ns = time.process_time_ns()
+    results_ns = time.process_time_ns()
     call()
-    return (time.process_time_ns() - begun_ns) / 1e6
+    return (time.process_time_ns() - results_ns) / 1e6
 
 
 class CaseTimer:
@@ -279,13 +279,13 @@ def cells(
     """Simulate these cells; yield each when all its traces are done."""
     num_seeds = NUM_SEEDS_QUICK if quick else NUM_SEEDS
     with multiprocessing.get_context("spawn").Pool(num_jobs or os.cpu_count()) as pool:
-        begun = {
+        results = {
             name: pool.starmap_async(
                 simulate, [(*CELLS[name], seed) for seed in range(num_seeds)], chunksize=1
             )
             for name in names
         }
-        for name, traces in begun.items():
+        for name, traces in results.items():
             done = traces.get()
             by_policy = {
                 policy: summarise([each.results[policy] for each in done])

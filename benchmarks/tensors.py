@@ -67,7 +67,9 @@ def judged(cases: Sequence[str], figures: dict[str, float]) -> list[Goal]:
 def main() -> None:
     """Measure and report."""
     arguments = parser("tensors", CASES)
-    arguments.add_argument("--steps", type=int, help="so many, and without --only no other case")
+    arguments.add_argument(
+        "--steps", type=int, help="number of steps; without --only, only the case `steps` runs"
+    )
     options = arguments.parse_args()
     cases = options.only or ([*CASES] if options.steps is None else ["steps"])
     options.steps = options.steps or (QUICK_STEPS if options.quick else NUM_STEPS)

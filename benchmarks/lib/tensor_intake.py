@@ -115,11 +115,11 @@ def _now() -> NDArray[np.float64]:
 
 def _check(groups: Sequence[Finished], handles: Sequence[RTensor], store: OwnerStore) -> None:
     """Check that each shard holds the token ids of its sample."""
-    came = np.concatenate([each.token_ids.reshape(GROUP_SIZE, -1) for each in groups])
-    for handle, token_ids in zip(handles, came, strict=True):
-        lies = store.read(handle.shard_id).data[: token_ids.nbytes]
-        if not np.array_equal(lies.view(np.int32), token_ids):
-            raise PartyError(f"shard {handle.shard_id:#x} is not what the intake was given")
+    received = np.concatenate([each.token_ids.reshape(GROUP_SIZE, -1) for each in groups])
+    for handle, token_ids in zip(handles, received, strict=True):
+        stored = store.read(handle.shard_id).data[: token_ids.nbytes]
+        if not np.array_equal(stored.view(np.int32), token_ids):
+            raise PartyError(f"shard {handle.shard_id:#x} differs from the intake's sample")
 
 
 def _group(seq: int, num_tokens: int) -> Finished:

@@ -1,4 +1,4 @@
-"""`rollmesh healthy` asks the process, not the port, and reports what is wrong."""
+"""`rollmesh healthy` queries the process, not only its port, and reports the failure."""
 
 import socket
 import threading

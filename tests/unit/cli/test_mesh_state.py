@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> FakeRun:
     return run
 
 
-def look(run: FakeRun, after_s: float = 1.0) -> MeshReport:
+def report_of(run: FakeRun, after_s: float = 1.0) -> MeshReport:
     return report_of_folder(run.folder, run.now_s + after_s)
 
 
@@ -50,30 +50,30 @@ def write_pids(run: FakeRun, host: str = "", **pids: int) -> None:
 
 
 def test_a_running_run_is_reported_with_its_mesh(run: FakeRun) -> None:
-    standing = look(run)
-    assert standing.run
-    assert (standing.run.name, standing.run.phase, standing.run.num_done) == ("demo", "running", 12)
-    assert standing.router
-    assert [row.worker_id for row in standing.router.workers] == ["worker-0", "worker-1"]
-    assert [row.role for row in standing.processes][:2] == ["engine-0", "router"]
+    report = report_of(run)
+    assert report.run
+    assert (report.run.name, report.run.phase, report.run.num_done) == ("demo", "running", 12)
+    assert report.router
+    assert [row.worker_id for row in report.router.workers] == ["worker-0", "worker-1"]
+    assert [row.role for row in report.processes][:2] == ["engine-0", "router"]
 
 
 def test_a_run_on_this_machine_lists_only_processes_that_are_alive(run: FakeRun) -> None:
     write_pids(run, launch=os.getpid(), router=GONE_PID)
-    assert [row.role for row in look(run).processes] == []
+    assert [row.role for row in report_of(run).processes] == []
     run.append(
         "telemetry.jsonl",
         {"time_s": run.now_s, "processes": [{"role": "launch", "pid": os.getpid()}]},
     )
-    assert [row.role for row in look(run).processes] == ["launch"]
+    assert [row.role for row in report_of(run).processes] == ["launch"]
 
 
 def test_a_run_whose_pid_belongs_to_another_process_now_was_killed(run: FakeRun) -> None:
     ours = running_record("rollmesh up --resume")
     run.write_record(msgspec.structs.replace(ours, start_ticks="1"))
-    standing = look(run)
-    assert standing.run
-    assert standing.run.phase == "killed"
+    report = report_of(run)
+    assert report.run
+    assert report.run.phase == "killed"
 
 
 def test_a_run_whose_launch_died_without_a_report_was_killed_and_can_be_resumed(
@@ -82,21 +82,21 @@ def test_a_run_whose_launch_died_without_a_report_was_killed_and_can_be_resumed(
     write_pids(run, launch=GONE_PID)
     ours = running_record("rollmesh up --resume")
     run.write_record(msgspec.structs.replace(ours, pid=GONE_PID))
-    standing = look(run)
-    assert standing.run
-    assert (standing.run.phase, standing.processes) == ("killed", [])
-    assert standing.run.cause.startswith("launch ended without a report")
-    assert standing.run.resume == "rollmesh up --resume"
-    assert standing.router  # its last known state
+    report = report_of(run)
+    assert report.run
+    assert (report.run.phase, report.processes) == ("killed", [])
+    assert report.run.cause.startswith("launch ended without a report")
+    assert report.run.resume == "rollmesh up --resume"
+    assert report.router  # its last known state
 
 
 def test_a_living_launch_that_cannot_write_telemetry_is_running(run: FakeRun) -> None:
     # Telemetry ends on a full disk, and may end when the clock changes.
     run.write_record(running_record("rollmesh up --resume"))
-    standing = look(run, after_s=3600.0)
-    assert standing.run
-    assert (standing.run.phase, standing.quiet_s) == ("running", 3600.0)
-    assert "launch is alive but has written no telemetry for 3600 s" in painted(standing)
+    report = report_of(run, after_s=3600.0)
+    assert report.run
+    assert (report.run.phase, report.quiet_s) == ("running", 3600.0)
+    assert "launch is alive but has written no telemetry for 3600 s" in rendered(report)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +111,9 @@ def test_a_run_without_a_state_file_is_read_from_its_summary(
     run: FakeRun, summary: dict[str, str], phase: str, cause: str
 ) -> None:
     (run.folder / "summary.json").write_bytes(msgspec.json.encode(summary))
-    standing = look(run)
-    assert standing.run
-    assert (standing.run.phase, standing.run.cause) == (phase, cause)
+    report = report_of(run)
+    assert report.run
+    assert (report.run.phase, report.run.cause) == (phase, cause)
 
 
 @pytest.mark.parametrize("state", [RunState.FAILED, RunState.STOPPED])
@@ -122,34 +122,34 @@ def test_a_run_that_ended_before_it_was_done_is_never_called_finished(
 ) -> None:
     cause = "router exited with code 1" if state is RunState.FAILED else ""
     run.finish(RunRecord(state=state, cause=cause, resume="rollmesh up --resume"))
-    standing = look(run)
-    assert standing.run
-    assert (standing.run.phase, standing.run.cause) == (state, cause)
-    lines = painted(standing).splitlines()
+    report = report_of(run)
+    assert report.run
+    assert (report.run.phase, report.run.cause) == (state, cause)
+    lines = rendered(report).splitlines()
     assert lines[0] == f"demo: {state}, step 12 of 60"
     assert "to resume: rollmesh up --resume" in lines
     assert (f"cause: {cause}" in lines) == bool(cause)
 
 
-def painted(standing: MeshReport) -> str:
+def rendered(report: MeshReport) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(tables_of(standing))
+    console.print(tables_of(report))
     return "\n".join(line.rstrip() for line in console.export_text().splitlines())
 
 
 def test_a_silent_run_of_another_machine_lists_no_process(run: FakeRun) -> None:
     write_pids(run, host="elsewhere", launch=GONE_PID)
-    assert len(look(run).processes) == 6
-    assert look(run, after_s=60.0).processes == []
+    assert len(report_of(run).processes) == 6
+    assert report_of(run, after_s=60.0).processes == []
 
 
 def test_a_run_that_has_ended_has_no_mesh(run: FakeRun) -> None:
     run.finish()
-    standing = look(run)
-    assert standing.run
-    assert standing.run.phase == "done"
-    assert standing.run.summary["num_lost"] == 0
-    assert (standing.router, standing.processes) == (None, [])
+    report = report_of(run)
+    assert report.run
+    assert report.run.phase == "done"
+    assert report.run.summary["num_lost"] == 0
+    assert (report.router, report.processes) == (None, [])
 
 
 def test_a_long_run_is_reported_by_its_newest_lines(run: FakeRun) -> None:
@@ -159,17 +159,17 @@ def test_a_long_run_is_reported_by_its_newest_lines(run: FakeRun) -> None:
     assert (run.folder / "telemetry.jsonl").stat().st_size > 12 * 2**20
     run.now_s += 36_000.0
     run.add_steps(1)
-    standing = look(run)
-    assert standing.run
-    assert (standing.run.phase, standing.run.num_done) == ("running", 13)
-    assert standing.run.success_untrained == 0.66
-    assert standing.time_s == run.now_s
+    report = report_of(run)
+    assert report.run
+    assert (report.run.phase, report.run.num_done) == ("running", 13)
+    assert report.run.success_untrained == 0.66
+    assert report.time_s == run.now_s
 
 
 def test_a_run_that_has_just_begun_is_reported(tmp_path: Path) -> None:
-    standing = look(FakeRun(tmp_path / "new"))
-    assert standing.run
-    assert (standing.run.phase, standing.time_s, standing.router) == ("waiting", None, None)
+    report = report_of(FakeRun(tmp_path / "new"))
+    assert report.run
+    assert (report.run.phase, report.time_s, report.router) == ("waiting", None, None)
 
 
 def test_an_evaluation_is_reported_by_name_and_without_steps(tmp_path: Path) -> None:
@@ -177,9 +177,9 @@ def test_an_evaluation_is_reported_by_name_and_without_steps(tmp_path: Path) -> 
     (tmp_path / "eval" / "eval.json").write_text("{}")
     mesh = FakeRun(tmp_path / "eval" / "mesh")
     mesh.add_steps(1)
-    standing = look(mesh)
-    assert standing.run
-    assert (standing.run.name, standing.run.num_steps) == ("eval", 0)
+    report = report_of(mesh)
+    assert report.run
+    assert (report.run.name, report.run.num_steps) == ("eval", 0)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> FakeRun:
     return run
 
 
-def painted(router: RouterRow, width: int = 200) -> str:
+def rendered(router: RouterRow, width: int = 200) -> str:
     console = Console(width=width, file=io.StringIO())
     with console.capture() as capture:
         console.print(tables_of(MeshReport(0.0, None, router, [])))
@@ -74,7 +74,7 @@ def test_success_is_not_shown_for_dense_rewards(
 
 
 def test_reasons_for_waiting_are_shown_below_the_counts() -> None:
-    text = painted(RouterRow(queue={"queued": 3}, causes=["no worker has served env '[x]'"]))
+    text = rendered(RouterRow(queue={"queued": 3}, causes=["no worker has served env '[x]'"]))
     assert text.splitlines()[1].strip() == "no worker has served env '[x]'"
 
 
@@ -92,8 +92,8 @@ def test_a_workers_stall_and_last_error_are_shown_unparsed() -> None:
             "w1", env="echo", state="lost", num_attempts=9, num_failed=4, last_error="[red]no[/red]"
         ),
     ]
-    text = painted(
-        RouterRow(workers=rows, engines=[EngineTableRow("u", "FENCED", detail="it lies")])
+    text = rendered(
+        RouterRow(workers=rows, engines=[EngineTableRow("u", "FENCED", detail="off by 0.5")])
     )
     lines = [line.rstrip() for line in text.splitlines()]
     assert [line.split() for line in lines if line[:3] in ("w0 ", "w1 ")] == [
@@ -102,7 +102,7 @@ def test_a_workers_stall_and_last_error_are_shown_unparsed() -> None:
         ["w0", "is", "stalled", "in", "Env.run", "(env.py:7)"],
     ]
     assert "w1's last error: [red]no[/red]" in lines
-    assert "u: it lies" in lines
+    assert "u: off by 0.5" in lines
 
 
 def test_a_workers_last_error_names_its_task_and_log(
@@ -123,7 +123,7 @@ def test_a_narrow_terminal_folds_names_and_keeps_numbers() -> None:
     row = WorkerStatus(
         "gpu-node-17-48213-a1b2", env="my_package.envs:BugFixEnv", state="draining", in_flight=64
     )
-    text = painted(RouterRow(workers=[msgspec.structs.replace(row, num_attempts=12_345)]), 80)
+    text = rendered(RouterRow(workers=[msgspec.structs.replace(row, num_attempts=12_345)]), 80)
     assert "12345" in text
     assert "draining" in text
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
