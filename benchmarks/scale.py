@@ -228,7 +228,9 @@ class SyntheticTraffic:
         self._send(worker.name, hello)
 
     def _send(self, name: str, message: AnyMessage, body: bytes = b"") -> None:
-        self._sends += self.group_scheduler.step(Received(name.encode(), message, body), self._now_s)
+        self._sends += self.group_scheduler.step(
+            Received(name.encode(), message, body), self._now_s
+        )
 
     def _deliver(self) -> None:
         """Deliver the router's messages; those to peers that have left are lost."""

@@ -18,7 +18,6 @@ from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import Overloaded, SessionError
 from rollmesh.runtime import blobs
 from rollmesh.runtime.conversation.history import LONG_BYTES
-from rollmesh.runtime.generation.generation import GenerationState
 from rollmesh.runtime.session_log import EventRecorder
 from rollmesh.serve.interception import request
 from rollmesh.serve.interception.exchange import ExchangeState, guard
@@ -92,27 +91,6 @@ async def test_an_idle_stream_is_kept_alive_by_comments(start_agent: StartAgent)
         assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
         agent.finish("4")
         assert (await events(response))[-1] is None
-
-
-@pytest.mark.parametrize("ask", [ASK, STREAM])
-async def test_a_client_that_hangs_up_parks_the_generation_and_its_retry_resumes(
-    start_agent: StartAgent, ask: dict[str, Any]
-) -> None:
-    agent = await start_agent()
-    async with asyncio.TaskGroup() as group:
-        lost = group.create_task(agent.answer(ask))
-        await started(agent)
-        generation = agent.sampler.generations[0]
-        generation.show(*agent.ids("I guess"))
-        lost.cancel()
-        await agent.sampler.until(lambda: generation.state is GenerationState.PARKED)
-        assert generation.num_aborts == 1
-        again = group.create_task(_read(agent, ask))
-        await started(agent)
-        agent.finish(" 4")
-    assert b"I guess" in again.result()
-    assert len(agent.sampler.generations) == 1
-    assert generation.state is GenerationState.COMMITTED
 
 
 async def _read(agent: AgentSession, ask: dict[str, Any], **headers: str) -> bytes:
