@@ -48,7 +48,7 @@ def engine(argv: list[str]) -> int:
 
 def router(argv: list[str]) -> int:
     """Run the router."""
-    from rollmesh.engine.backend import UNVERSIONED
+    from rollmesh.core.types import UNVERSIONED
     from rollmesh.serve.router.process import Engines, run
 
     arguments = parser(

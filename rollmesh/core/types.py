@@ -259,3 +259,12 @@ class GroupRecord(msgspec.Struct, kw_only=True):
     is_eval: bool = False
     place: ErrorPlace | None = None
     """The place in environment code that raised what `reason` names."""
+
+
+UNVERSIONED = -1
+"""Policy version of weights that carry no number, such as SGLang's `default`."""
+
+
+def policy_version_of(text: str) -> int:
+    """Return the number that a weight version reads as; UNVERSIONED if it is none."""
+    return int(text) if text.isdecimal() else UNVERSIONED

@@ -36,8 +36,6 @@ until the engine answers or its connection ends."""
 READ_TIMEOUT_S = 5.0
 """For what an engine answers from memory."""
 
-UNVERSIONED = -1
-"""Policy version of weights that carry no number, such as SGLang's `default`."""
 
 TopLogprobs = tuple[tuple[float, int], ...]
 """(log-prob, token id) of the likeliest tokens at one position, likeliest first."""
@@ -267,11 +265,6 @@ def configured_backend(engine: EngineConfig) -> BackendFactory:
     """Return the factory of `engine.backend`, which passes on the time limit of `engine`."""
     factory = backend_factory(engine.backend)
     return functools.partial(factory, control_timeout_s=engine.control_timeout_s)
-
-
-def policy_version_of(text: str) -> int:
-    """Return the number that a weight version reads as; UNVERSIONED if it is none."""
-    return int(text) if text.isdecimal() else UNVERSIONED
 
 
 def weights_name(state: MemoryState, weights: str) -> str:

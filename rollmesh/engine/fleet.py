@@ -21,7 +21,7 @@
 import msgspec
 
 from rollmesh.core.addresses import is_allowed_url, why_no_engine_url
-from rollmesh.engine.backend import UNVERSIONED
+from rollmesh.core.types import UNVERSIONED
 from rollmesh.engine.members import ActivePublisher, FleetMember, Trust
 from rollmesh.wire.fleet import (
     BeginUpdate,

@@ -15,7 +15,7 @@ import enum
 
 import msgspec
 
-from rollmesh.engine.backend import UNVERSIONED
+from rollmesh.core.types import UNVERSIONED
 from rollmesh.wire.fleet import BeginUpdate, EnginePhase, EngineRow
 
 ADAPTER_PREFIX = "rollmesh-v"

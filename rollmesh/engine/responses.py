@@ -19,16 +19,8 @@ from rollmesh.core.errors import (
     EngineRefused,
     EngineUnavailable,
 )
-from rollmesh.core.types import VersionRun
-from rollmesh.engine.backend import (
-    UNVERSIONED,
-    EngineLoad,
-    Finish,
-    ModelInfo,
-    TokenChunk,
-    TopLogprobs,
-    policy_version_of,
-)
+from rollmesh.core.types import UNVERSIONED, VersionRun, policy_version_of
+from rollmesh.engine.backend import EngineLoad, Finish, ModelInfo, TokenChunk, TopLogprobs
 
 
 class _FinishReason(msgspec.Struct):

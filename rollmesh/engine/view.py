@@ -12,7 +12,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 
-from rollmesh.engine.backend import UNVERSIONED
+from rollmesh.core.types import UNVERSIONED
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 
 MAX_STICKY_SESSIONS = 16_384

@@ -64,7 +64,8 @@ class Runtime:
             max_session_bytes=max_session_bytes,
             max_turns_at_once=max_turns_at_once,
         )
-        self._session_keys: SessionKeys[Session] = SessionKeys()
+        self.sessions: SessionKeys[Session] = SessionKeys()
+        """Finds the session of a secret."""
         self.on_sealed = self.deps.on_sealed
         """Called with the rollout of each session that is sealed."""
         self._scopes: dict[RolloutId, Scope] = {}
@@ -91,7 +92,7 @@ class Runtime:
             scope.give_up("the rollout is run again")
             scope = None
         if scope is None:
-            scope = Scope(rollout_id, self.deps, self._session_keys, is_grouped)
+            scope = Scope(rollout_id, self.deps, self.sessions, is_grouped)
             self._scopes[rollout_id] = scope
             scope.on_end(partial(self._forget, rollout_id))
             if is_grouped:
@@ -136,17 +137,13 @@ class Runtime:
         for scope in [each for each in self._scopes.values() if each.state is ScopeState.LENT]:
             scope.look()
 
-    def find(self, secret: str) -> Session:
-        """The session of a secret; SessionError 401 if there is none, 410 if it is over."""
-        return self._session_keys.find(secret)
-
     def entries(self) -> dict[str, int]:
         """Sizes of the tables that are empty while there is no rollout."""
         scopes = self._scopes.values()
         return {
             "scopes": len(self._scopes),
             "groups": len(self._groups),
-            "doors": len(self._session_keys),
+            "doors": len(self.sessions),
             "loans": sum([scope.num_loans for scope in scopes]),
         }
 

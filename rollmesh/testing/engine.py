@@ -27,7 +27,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from rollmesh.engine.backend import policy_version_of
+from rollmesh.core.types import policy_version_of
 from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.testing.faults import Fault, refusal
 

@@ -15,7 +15,8 @@ from rollmesh.core.errors import AddressError, EngineError, EngineUnavailable, L
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.model_folders import WeightsProbe, leave_probe
-from rollmesh.engine.backend import UNVERSIONED, EngineBackend, configured_backend
+from rollmesh.core.types import UNVERSIONED
+from rollmesh.engine.backend import EngineBackend, configured_backend
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.trainer.reports.exactness import FenceRequested, FenceResult, Fencing

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from rollmesh.core.config import PublishConfig
-from rollmesh.engine.backend import policy_version_of
+from rollmesh.core.types import policy_version_of
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.members import adapter_name
 from rollmesh.engine.sglang import SglangBackend

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.core.types import OutputGrammar, SamplingParams
-from rollmesh.engine.backend import policy_version_of
+from rollmesh.core.types import OutputGrammar, SamplingParams, policy_version_of
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation.events import GenerationRequest
 from rollmesh.runtime.generation.generation import Generation, GenerationState

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.engine.backend import policy_version_of
+from rollmesh.core.types import policy_version_of
 from tests.contract.engines import WAIT_S, EngineUnderContract, Json, lines_of
 from tests.contract.processes import gateway
 from tests.contract.test_gateway import (

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.config import PublishConfig
-from rollmesh.core.types import SamplingParams
-from rollmesh.engine.backend import EngineBackend, policy_version_of
+from rollmesh.core.types import SamplingParams, policy_version_of
+from rollmesh.engine.backend import EngineBackend
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.sglang import SglangBackend
 from rollmesh.runtime.generation.events import GenerationRequest

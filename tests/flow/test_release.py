@@ -154,7 +154,7 @@ class Endings(Env):
                 await self.client.complete(agent, [HI, self._look()], max_tokens=4)
             case "over a limit":
                 assert self.runtime is not None
-                self.runtime.find(agent.api_key).end_early("too large")
+                self.runtime.sessions.find(agent.api_key).end_early("too large")
                 await self.client.complete(agent, [self._look()], max_tokens=4)
 
     def score(self, task: Task, transcript: Transcript) -> Score:

@@ -23,8 +23,8 @@ from rollmesh.core.errors import (
     LocalShortage,
     RequestLost,
 )
-from rollmesh.core.types import SamplingParams, VersionRun
-from rollmesh.engine.backend import UNVERSIONED, Finish, Image, TopLogprobs
+from rollmesh.core.types import UNVERSIONED, SamplingParams, VersionRun
+from rollmesh.engine.backend import Finish, Image, TopLogprobs
 
 
 class SampledTokens:

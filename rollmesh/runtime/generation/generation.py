@@ -26,8 +26,8 @@ from rollmesh.core.errors import (
     LocalShortage,
     RequestLost,
 )
-from rollmesh.core.types import VersionRun
-from rollmesh.engine.backend import UNVERSIONED, TopLogprobs
+from rollmesh.core.types import UNVERSIONED, VersionRun
+from rollmesh.engine.backend import TopLogprobs
 from rollmesh.runtime.generation.events import (
     AbortAttempt,
     AttemptHeld,

@@ -16,8 +16,13 @@ import msgspec
 
 from rollmesh.core.config import EngineConfig, InterceptionConfig
 from rollmesh.core.errors import EngineBroke, EngineError, EngineOverloaded, EngineUnavailable
-from rollmesh.core.types import FieldPolicy, SamplingParams, SamplingPolicy, SamplingRule
-from rollmesh.engine.backend import UNVERSIONED
+from rollmesh.core.types import (
+    UNVERSIONED,
+    FieldPolicy,
+    SamplingParams,
+    SamplingPolicy,
+    SamplingRule,
+)
 from rollmesh.runtime.chat import RequestedSampling
 
 Number = float | int

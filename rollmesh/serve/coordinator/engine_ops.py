@@ -22,6 +22,7 @@ import msgspec
 from rollmesh.core.config import EngineConfig
 from rollmesh.core.errors import AddressError, EngineError, EngineRefused, LocalShortage
 from rollmesh.core.model_folders import find_probe, newest_adapter, newest_published
+from rollmesh.core.types import UNVERSIONED, policy_version_of
 from rollmesh.engine.backend import (
     UNBOUNDED_S,
     BackendFactory,
@@ -30,13 +31,11 @@ from rollmesh.engine.backend import (
     backend_factory,
     configured_backend,
     memory_state_of,
-    policy_version_of,
     weights_name,
 )
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.members import ADAPTER_PREFIX, adapter_name
 from rollmesh.serve.coordinator.worker import (
-    UNVERSIONED,
     EngineOp,
     EngineOpDone,
     EngineSnapshot,

@@ -21,14 +21,13 @@ from typing import Final
 
 import msgspec
 
+from rollmesh.core.types import UNVERSIONED
 from rollmesh.wire.fleet import EnginePhase, EngineRow
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.scheduling import WorkerPhase, WorkerTruth
 
 SCHEDULER: Final = b"scheduler"
 """Route to the scheduler; the router's is wire.machine.ROUTER."""
-UNVERSIONED: Final = -1
-"""Policy version of weights without one."""
 
 
 class EngineOp(enum.StrEnum):

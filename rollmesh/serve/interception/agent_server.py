@@ -45,7 +45,7 @@ from rollmesh.serve.interception.server import HttpServer
 SHUTDOWN_S = 1.0
 
 ControlHandler = Callable[[HttpRequest, str], Awaitable[bool]]
-"""Called before any other route, with the path; returns whether it answered the request."""
+"""Called with the path of a request that is no exchange; returns whether it answered it."""
 
 
 class AgentServer:
@@ -101,17 +101,13 @@ class AgentServer:
 
     async def _handle(self, request: HttpRequest) -> None:
         path = request.path.partition("?")[0].rstrip("/")
+        if request.method == "POST":
+            for suffix, dialect in (*DIALECTS.items(), *COUNT_DIALECTS.items()):
+                if path.endswith(suffix):
+                    await self._exchange(request, suffix, dialect)
+                    return
         if self._control is not None and await self._control(request, path):
             return
-        if request.method == "POST":
-            for suffix, dialect in DIALECTS.items():
-                if path.endswith(suffix):
-                    await self._exchange(request, suffix, dialect)
-                    return
-            for suffix, dialect in COUNT_DIALECTS.items():
-                if path.endswith(suffix):
-                    await self._exchange(request, suffix, dialect)
-                    return
         try:
             if request.method != "GET":
                 raise _unknown()
@@ -135,7 +131,7 @@ class AgentServer:
         _, mark, model = path.rpartition("/models")
         if not mark or model[:1] not in ("", "/"):
             raise _unknown()
-        self._deps.runtime.find(find_secret(path, request.headers))
+        self._deps.runtime.sessions.find(find_secret(path, request.headers))
         return one_model(_unquoted(model[1:])) if model else model_list(self._deps.view.model_name)
 
 

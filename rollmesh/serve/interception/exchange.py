@@ -218,7 +218,8 @@ class Exchange:
 
     async def _run_inflight(self, work: Callable[[Session], Awaitable[None]]) -> None:
         """Do the work while registered in flight, where it can be woken from anything it awaits."""
-        session = self._deps.runtime.find(find_secret(self.request.path, self.request.headers))
+        secret = find_secret(self.request.path, self.request.headers)
+        session = self._deps.runtime.sessions.find(secret)
         self.request.owner = session.session_id
         task = self._task = asyncio.current_task()
         assert task is not None

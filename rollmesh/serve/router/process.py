@@ -26,7 +26,8 @@ from rollmesh.core.ids import new_id
 from rollmesh.core.logs import Occasional, get_logger, setup
 from rollmesh.core.metrics import Exposition, Source
 from rollmesh.core.process import Ready, Stop, announce, http_address, listen, pid_space
-from rollmesh.engine.backend import UNVERSIONED, BackendFactory, backend_factory
+from rollmesh.core.types import UNVERSIONED
+from rollmesh.engine.backend import BackendFactory, backend_factory
 from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import (
     ContinueEngine,

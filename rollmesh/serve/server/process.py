@@ -49,7 +49,7 @@ from rollmesh.core.process import (
 )
 from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE, admin_token, handed
 from rollmesh.core.text import printable
-from rollmesh.engine.backend import UNVERSIONED
+from rollmesh.core.types import UNVERSIONED
 from rollmesh.engine.view import FleetView
 from rollmesh.envs.calls import EnvCalls, TimeLimit, as_exception
 from rollmesh.envs.env import Env, close_pool

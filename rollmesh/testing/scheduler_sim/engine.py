@@ -10,7 +10,8 @@
 
 from collections.abc import Callable
 
-from rollmesh.serve.coordinator.worker import UNVERSIONED, EngineOp, EngineSnapshot
+from rollmesh.core.types import UNVERSIONED
+from rollmesh.serve.coordinator.worker import EngineOp, EngineSnapshot
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 

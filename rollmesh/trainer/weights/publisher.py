@@ -21,7 +21,7 @@ import enum
 
 import msgspec
 
-from rollmesh.engine.backend import UNVERSIONED
+from rollmesh.core.types import UNVERSIONED
 from rollmesh.trainer.weights.verdicts import Probe, WakingEngines, WeightProof, judge
 from rollmesh.wire.fleet import (
     BeginUpdate,

@@ -9,9 +9,8 @@ import pytest
 
 from rollmesh.core.config import Config, EngineConfig
 from rollmesh.core.errors import ConfigError, EngineUnavailable
-from rollmesh.core.types import SamplingParams
+from rollmesh.core.types import UNVERSIONED, SamplingParams, policy_version_of
 from rollmesh.engine.backend import (
-    UNVERSIONED,
     EngineLoad,
     EngineMemory,
     EngineRequest,
@@ -23,7 +22,6 @@ from rollmesh.engine.backend import (
     backend_factory,
     configured_backend,
     memory_state_of,
-    policy_version_of,
     register_backend,
     weights_name,
 )

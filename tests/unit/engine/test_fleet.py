@@ -5,7 +5,7 @@ import random
 import pytest
 
 from rollmesh.core.config import EngineConfig
-from rollmesh.engine.backend import UNVERSIONED
+from rollmesh.core.types import UNVERSIONED
 from rollmesh.engine.fleet import (
     ContinueEngine,
     FleetSettings,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.engine.backend import UNVERSIONED
+from rollmesh.core.types import UNVERSIONED
 from rollmesh.engine.fleet import ContinueEngine, FleetSettings
 from rollmesh.engine.members import ActivePublisher
 from rollmesh.wire.fleet import (

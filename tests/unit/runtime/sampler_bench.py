@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.core.types import SamplingParams
-from rollmesh.engine.backend import policy_version_of
+from rollmesh.core.types import SamplingParams, policy_version_of
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation.events import GenerationRequest
 from rollmesh.runtime.generation.generation import Generation

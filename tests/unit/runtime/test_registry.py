@@ -30,11 +30,11 @@ def test_a_session_is_found_by_either_secret_and_by_nothing_else(prompts: Prompt
     runtime = new_runtime(prompts)
     one = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 0)
     two = runtime.register_trajectory(RolloutId(GROUP, 1), SamplingPolicy(), 0)
-    assert runtime.find(one.api_key) is one.session
-    assert runtime.find(two.path_secret) is two.session
+    assert runtime.sessions.find(one.api_key) is one.session
+    assert runtime.sessions.find(two.path_secret) is two.session
     for wrong in ("", one.session_id, one.api_key[:-1], "sk-\ud800"):
         with pytest.raises(SessionError) as caught:
-            runtime.find(wrong)
+            runtime.sessions.find(wrong)
         assert caught.value.status == 401
 
 
@@ -62,8 +62,8 @@ async def test_the_end_of_a_group_leaves_nothing(prompts: Prompts) -> None:
     assert sum(runtime.held().values()) == 0
     assert first.session.state is SessionState.SEALED
     with pytest.raises(SessionError):
-        runtime.find(first.api_key)
-    assert runtime.find(other.api_key) is other.session
+        runtime.sessions.find(first.api_key)
+    assert runtime.sessions.find(other.api_key) is other.session
     assert runtime.entries() == {"scopes": 1, "groups": 1, "doors": 2, "loans": 0}
 
 
@@ -78,7 +78,7 @@ async def test_a_rollout_that_is_run_again_holds_nothing_of_the_run_before(
     assert sum(runtime.held().values()) == first.session.held_bytes == 0
     assert runtime.resolve_trajectory(ROLLOUT) is again.session
     with pytest.raises(SessionError, match="over") as caught:
-        runtime.find(first.api_key)
+        runtime.sessions.find(first.api_key)
     assert caught.value.status == 410
 
 

@@ -55,7 +55,7 @@ def logs() -> Iterator[list[Any]]:
 
 def over(runtime: Runtime, api_key: str) -> int:
     with pytest.raises(SessionError) as caught:
-        runtime.find(api_key)
+        runtime.sessions.find(api_key)
     return caught.value.status
 
 
@@ -63,7 +63,7 @@ async def test_a_borrowed_transcript_goes_on_where_it_ended(world: World) -> Non
     runtime, own = world.runtime, world.opened.session
     with runtime.lend(ROLLOUT, "judge", appends=True) as loan:
         assert over(runtime, world.opened.api_key) == 410  # that does not open the agent's own key
-        session = runtime.find(loan.api_key)
+        session = runtime.sessions.find(loan.api_key)
         assert session is own
         await call(session, turn(USER, said("4"), MORE))
     assert over(runtime, loan.api_key) == 410
@@ -86,7 +86,7 @@ async def test_a_turn_that_was_cut_by_the_end_can_be_asked_anew(world: World) ->
     again.session.finish(cut)
     runtime.cleanup_rollout(ROLLOUT)
     with runtime.lend(ROLLOUT, "judge", appends=True) as loan:
-        _, answer = await call(runtime.find(loan.api_key), turn(USER))
+        _, answer = await call(runtime.sessions.find(loan.api_key), turn(USER))
     assert answer.content == "4"
     sampled = [node for node in again.session.record().nodes if node.sampled]
     assert [node.finish_reason for node in sampled] == ["void", "stop"]
@@ -96,7 +96,7 @@ async def test_who_borrows_the_model_leaves_no_trace_in_the_rollout(world: World
     runtime, own = world.runtime, world.opened.session
     before = own.held_bytes
     with runtime.lend(ROLLOUT, "judge", appends=False) as loan:
-        session = runtime.find(loan.api_key)
+        session = runtime.sessions.find(loan.api_key)
         assert session is not own
         await call(session, turn(MORE))
         assert sum(runtime.held().values()) == before + session.held_bytes > before
@@ -115,7 +115,7 @@ async def test_a_borrower_of_the_model_is_sampled_as_it_asks_and_by_a_seed_of_it
         runtime.lend(ROLLOUT, "other", appends=False) as other,
     ):
         for loan in (one, other):
-            await call(runtime.find(loan.api_key), turn(USER))
+            await call(runtime.sessions.find(loan.api_key), turn(USER))
     assert len({request.params.seed for request in requests}) == len(requests) == 3
     assert len({request.params.max_tokens for request in requests}) == 1
 
@@ -137,7 +137,7 @@ async def test_a_lent_scope_ends_with_its_last_loan(world: World) -> None:
     runtime.cleanup_group(GROUP)
     runtime.cleanup_group(GROUP)
     assert runtime.entries() == GONE
-    await call(runtime.find(loan.api_key), turn(USER, said("4"), MORE))
+    await call(runtime.sessions.find(loan.api_key), turn(USER, said("4"), MORE))
     with pytest.raises(TrajectoryEnded):
         runtime.lend(ROLLOUT, "late", appends=False)
     loan.release()
@@ -226,7 +226,7 @@ async def test_a_transcript_that_is_to_be_recorded_is_called_in(
     assert own.state is SessionState.SEALED
     assert [log["borrower"] for log in logs] == ["dropped", "held"]
     assert over(runtime, loans[0].api_key) == 410
-    assert runtime.find(model.api_key) is not own
+    assert runtime.sessions.find(model.api_key) is not own
 
 
 async def test_a_rollout_that_is_run_again_waits_for_no_borrower_of_the_run_before(
@@ -238,7 +238,7 @@ async def test_a_rollout_that_is_run_again_waits_for_no_borrower_of_the_run_befo
     again = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 7)
     assert [log["why"] for log in logs] == ["the rollout is run again"]
     loan.release()
-    assert runtime.find(again.api_key) is again.session
+    assert runtime.sessions.find(again.api_key) is again.session
     assert again.session.state is SessionState.OPEN
 
 
@@ -248,7 +248,7 @@ async def test_a_run_that_is_begun_again_takes_back_what_was_lent_of_the_run_bef
 ) -> None:
     runtime, before = world.runtime, world.opened.session
     loan = runtime.lend(ROLLOUT, "judge", appends=appends)
-    lent = runtime.find(loan.api_key)
+    lent = runtime.sessions.find(loan.api_key)
     await call(lent, turn(MORE))
     again = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 7)
     assert [(log["borrower"], log["why"]) for log in logs] == [
@@ -257,7 +257,9 @@ async def test_a_run_that_is_begun_again_takes_back_what_was_lent_of_the_run_bef
     assert over(runtime, loan.api_key) == 410
     assert before.held_bytes == lent.held_bytes == sum(runtime.held().values()) == 0
     loan.release()
-    assert runtime.find(again.api_key) is runtime.resolve_trajectory(ROLLOUT) is again.session
+    assert (
+        runtime.sessions.find(again.api_key) is runtime.resolve_trajectory(ROLLOUT) is again.session
+    )
     runtime.cleanup_group(GROUP)
     assert runtime.entries() == EMPTY
 

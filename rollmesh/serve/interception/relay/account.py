@@ -16,8 +16,14 @@ from typing import Any
 import msgspec
 import orjson
 
-from rollmesh.core.types import Branch, NodeRow, SamplingParams, VersionRun
-from rollmesh.engine.backend import policy_version_of
+from rollmesh.core.types import (
+    UNVERSIONED,
+    Branch,
+    NodeRow,
+    SamplingParams,
+    VersionRun,
+    policy_version_of,
+)
 from rollmesh.runtime.chat import ROLES, Rotating, settled
 from rollmesh.runtime.conversation.forks import excerpts
 from rollmesh.runtime.conversation.token_graph import (
@@ -38,7 +44,6 @@ from rollmesh.serve.interception.relay.upstream_answer import (
 )
 from rollmesh.serve.interception.report import ReportWriter, RewardSlot, SessionReport, cut_samples
 
-UNVERSIONED = -1
 _SHOWN_BYTES = 4096
 """Bytes of a long text or image that a fork row compares."""
 _NEEDED = frozenset({"prompt_token_ids", "token_ids", "logprobs", "whole_stream"})

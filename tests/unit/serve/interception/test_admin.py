@@ -118,8 +118,8 @@ async def test_an_opened_session_is_found_by_either_of_its_secrets(admin: AdminU
     assert answer["base_url"] == f"{admin.base}/v1"
     secret = answer["path_url"].removeprefix(f"{admin.base}/s/").removesuffix("/v1")
     runtime = admin.capture.runtime
-    assert runtime.find(answer["api_key"]) is runtime.find(secret)
-    assert runtime.find(secret).session_id == answer["session_id"]
+    assert runtime.sessions.find(answer["api_key"]) is runtime.sessions.find(secret)
+    assert runtime.sessions.find(secret).session_id == answer["session_id"]
     status, row = await admin.ask("GET", f"/admin/sessions/{answer['session_id']}")
     assert row["metadata"] == [1, {"a": None}]
     assert answer["api_key"] not in repr(row)

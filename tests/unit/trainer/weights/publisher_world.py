@@ -6,7 +6,7 @@ Messages wait in queues until `deliver`, which may drop some.
 import random
 from typing import TypeVar
 
-from rollmesh.engine.backend import UNVERSIONED
+from rollmesh.core.types import UNVERSIONED
 from rollmesh.engine.fleet import (
     ContinueEngine,
     EngineProbed,

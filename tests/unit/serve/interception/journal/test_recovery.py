@@ -224,7 +224,7 @@ async def test_a_finished_session_with_lost_contents_affects_no_other(
     assert why.startswith(f"{lost_id}: LookupError: {what}")
     assert after.report(kept)["num_calls"] == 1
     with pytest.raises(SessionError) as refused:
-        after.runtime.find(lost.api_key)
+        after.runtime.sessions.find(lost.api_key)
     assert refused.value.status == 401, "no door leads to what is not in the book"
 
 
