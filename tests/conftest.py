@@ -1,7 +1,6 @@
-"""What holds for every test run: no unlisted skip, no process and no task left behind.
+"""Rules of every test run: no unlisted skip, no process and no task left behind.
 
-The hooks are thin; the rules stand in tests/house/skips.py and tests/house/leaks.py, where they
-are tested. Driven by pytest.
+The rules are in tests/house/skips.py and tests/house/leaks.py, where they are tested.
 """
 
 import asyncio
@@ -24,20 +23,20 @@ LEFT: pytest.StashKey[list[str]] = pytest.StashKey()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Mark our environment, so that the processes that tests start can be told.
+    """Mark the environment, so that processes that tests start can be recognized.
 
-    pytest-xdist's workers inherit the mark of the process that started them, which asks for all.
+    Workers of pytest-xdist inherit the mark of the process that started them, which checks for all.
     """
     if not hasattr(config, "workerinput"):
         config.stash[MARK] = mark_this_run()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A shell has its background jobs ignore Ctrl-C, and what they start inherits that.
+        # A shell makes its background jobs ignore Ctrl-C, which their children inherit.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A skip that is not listed is a failure."""
+    """Turn an unlisted skip into a failure."""
     report = yield
     if report.skipped and not hasattr(report, "wasxfail"):
         _judge(report)
@@ -46,7 +45,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """So is the skip of a whole module."""
+    """Turn the unlisted skip of a whole module into a failure."""
     report = yield
     if report.skipped:
         _judge(report)
@@ -64,7 +63,7 @@ def _judge(report: pytest.TestReport | pytest.CollectReport) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported stays until the end: no collection looks at it, now or in any test."""
+    """Freeze imported objects: no garbage collection visits them, now or in any test."""
     gc.disable()
     try:
         return (yield)
@@ -74,7 +73,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Coroutine tests, and only they, are watched for tasks left behind."""
+    """Watch coroutine tests, and only these, for tasks left behind."""
     for item in items:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             mark = item.get_closest_marker("asyncio")
@@ -84,14 +83,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 async def no_task_left_by_test() -> AsyncIterator[None]:
-    """The test, and the fixtures it used, end every task that they started."""
+    """Check that the test and its fixtures end every task that they started."""
     async with _no_task_left():
         yield
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def no_task_left_by_module() -> AsyncIterator[None]:
-    """So do the tests of a module that share a loop, by the end of the last."""
+    """Check that the tests of a module that share a loop have ended all tasks after the last."""
     async with _no_task_left():
         yield
 
@@ -100,7 +99,7 @@ async def no_task_left_by_module() -> AsyncIterator[None]:
 async def _no_task_left() -> AsyncIterator[None]:
     before = asyncio.all_tasks()
     yield
-    for _ in range(3):  # tasks that were cancelled without being awaited get their turn to end
+    for _ in range(3):  # cancelled tasks that were not awaited get a turn to end
         await asyncio.sleep(0)
     left = asyncio.all_tasks() - before - {asyncio.current_task()}
     assert not left, f"tasks left behind: {', '.join(str(task.get_coro()) for task in left)}"
@@ -108,14 +107,16 @@ async def _no_task_left() -> AsyncIterator[None]:
 
 @pytest.fixture
 def young_heap() -> None:
-    """The collector, and who asks it for every object, sees those that are made from now on."""
+    """Limit the collector, and code that lists all objects, to objects that are made from now
+    on.
+    """
     gc.collect()
     gc.freeze()
 
 
-@pytest.hookimpl(trylast=True)  # when the workers, which are marked as well, are gone
+@pytest.hookimpl(trylast=True)  # after the workers, which are marked as well
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A process that outlives the tests fails the run, and is ended."""
+    """Kill processes that outlive the tests, and fail the run."""
     mark = session.config.stash.get(MARK, None)
     if mark is None:
         return

@@ -1,4 +1,4 @@
-"""Disks that are full, or lose what they have, for tests of what lies there."""
+"""Disks that are full or lose data, for tests of the code that writes there."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ from rollmesh.runtime import blobs
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """No file of this process may grow past `size` bytes."""
+    """Limit every file of this process to `size` bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -29,8 +29,9 @@ def full_disk(size: int) -> Iterator[None]:
 def small_disk(
     monkeypatch: pytest.MonkeyPatch, folder: Path, size: int, code: int = errno.ENOSPC
 ) -> Iterator[None]:
-    """The files in `folder` may hold `size` bytes together, as far as `os.writev` writes them; past
-    that it fails with `code`."""
+    """Limit the files in `folder` to `size` bytes together, as far as `os.writev` writes them;
+    beyond that it fails with `code`.
+    """
     writev = os.writev
 
     def takes_what_fits(file: int, parts: Sequence[bytes]) -> int:
@@ -46,7 +47,7 @@ def small_disk(
 
 @contextmanager
 def no_more_bytes(path: Path) -> Iterator[None]:
-    """The disk takes no byte more of a file that this process has open (full(4))."""
+    """Let the disk accept no more bytes of a file that this process has open (full(4))."""
     [number] = descriptors_in(path)
     own, full = os.dup(number), os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, number)
@@ -60,7 +61,7 @@ def no_more_bytes(path: Path) -> Iterator[None]:
 
 @contextmanager
 def no_new_folders(monkeypatch: pytest.MonkeyPatch, within: Path) -> Iterator[threading.Event]:
-    """The disk of `within` is so full that it takes no folder more; set once it has refused one."""
+    """Let the disk of `within` refuse new folders; the event is set once it has refused one."""
     mkdir, has_refused = os.mkdir, threading.Event()
 
     def refuses(path: Path, *more: int) -> None:
@@ -75,18 +76,19 @@ def no_new_folders(monkeypatch: pytest.MonkeyPatch, within: Path) -> Iterator[th
 
 
 def lose_files(folder: Path, process: int | str = "self") -> None:
-    """The disk loses all bytes of the files in `folder` that a process has open, though they have
-    no name."""
+    """Remove all bytes of the files in `folder` that a process has open, even if they have no
+    name.
+    """
     for number in descriptors_in(folder, process):
         with suppress(FileNotFoundError):  # closed by now
             os.truncate(f"/proc/{process}/fd/{number}", 0)
 
 
 def descriptors_in(path: Path, process: int | str = "self") -> list[int]:
-    """Of this file, or of those in this folder, though they have no name."""
+    """Descriptors of this file, or of files in this folder, even if they have no name."""
     found, folder = [], Path(f"/proc/{process}/fd")
     for name in os.listdir(folder):
-        with suppress(FileNotFoundError):  # the listing's own
+        with suppress(FileNotFoundError):  # the descriptor of the listing
             if str((folder / name).readlink()).startswith(str(path)):
                 found.append(int(name))
     return found
@@ -94,7 +96,7 @@ def descriptors_in(path: Path, process: int | str = "self") -> list[int]:
 
 @contextmanager
 def no_room_in_memory(folder: Path) -> Iterator[None]:
-    """The blobs of this process go to `folder`, once they are asked to spill over."""
+    """Make this process spill its blobs to `folder` when they are asked to."""
     blobs.store.close()  # an earlier test's file
     blobs.settle(0, folder)
     try:

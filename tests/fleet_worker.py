@@ -1,8 +1,8 @@
-"""What a worker has of the fleet: a view that a router feeds, and a sampler.
+"""A worker's part of the fleet: a view that a router feeds, and a sampler.
 
-Invariant: it beats until it is closed, so that the router counts it among the living. A router
-tells its workers of a change after it has told who caused it, so what a publisher has been answered
-need not be in the view yet: `watch` waits for it. Driven by tests.
+It sends heartbeats until it is closed, so that the router considers it live. A router notifies its
+workers of a change after the process that caused it, so a publisher's change may not be in the view
+yet: `watch` waits for it.
 """
 
 import asyncio
@@ -19,8 +19,6 @@ BEAT_S = 0.1
 
 
 class FleetWorker:
-    """See the module."""
-
     def __init__(self, router: str, vocab_size: int) -> None:
         self.faults: list[EngineFaulted] = []
         self.view = FleetView()

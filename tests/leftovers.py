@@ -1,8 +1,7 @@
-"""What is left of results, found by looking through every object of the process.
+"""Find remains of results in every object of the process.
 
-Owns the walk: the collector's own list, and what those objects hold that has no cycles and which it
-does not list. Under the fixture `young_heap` it sees what was made since the test began. Driven by
-tests of what must not be held.
+The walk covers the collector's own list, and objects without cycles that it does not list. Under
+the fixture `young_heap` it sees objects that were made since the test began.
 """
 
 import gc
@@ -21,7 +20,7 @@ from rollmesh.serve.client.samples import Cut, Sample
 from rollmesh.wire.messages import GroupFinished
 
 MARK = b"what a result's body holds"
-"""In each body of the test's, as its task's id."""
+"""The task's id in each body of the test."""
 CONSUMED = (
     GroupRecord,
     RolloutRecord,
@@ -35,7 +34,7 @@ CONSUMED = (
     Sample,
     Cut,
 )
-"""What there is of a result on its way, by type."""
+"""Objects of a result in transit, by type."""
 SOON_S = 60.0
 
 
@@ -49,7 +48,7 @@ def leftovers(*more: type) -> list[Any]:
 
 
 def lying_about(is_wanted: Callable[[Any], bool]) -> list[Any]:
-    """All objects that are; also garbage that the collector has not found yet."""
+    """All existing objects, including garbage that the collector has not found yet."""
     found, seen = [], set[int]()
     waiting = gc.get_objects()
     for each in waiting:
@@ -62,7 +61,7 @@ def lying_about(is_wanted: Callable[[Any], bool]) -> list[Any]:
 
 
 def held_by(each: Any) -> list[Any]:
-    """What an object refers to, also where it keeps that from the collector."""
+    """Objects that an object refers to, including references that it hides from the collector."""
     held = gc.get_referents(each)
     if isinstance(each, msgspec.Struct):
         held += [getattr(each, name) for name in each.__struct_fields__]
@@ -70,17 +69,17 @@ def held_by(each: Any) -> list[Any]:
 
 
 def assert_none_left(*more: type) -> None:
-    """Soon: threads end what they are at, while we look and look again."""
+    """Check repeatedly for a while, since threads end their work meanwhile."""
     deadline_s = time.monotonic() + SOON_S
     while found := leftovers(*more):
         if time.monotonic() > deadline_s:
-            told = "\n".join(holders(each) for each in found[:8])
-            pytest.fail(f"{len(found)} objects of results are left:\n{told}")
+            chains = "\n".join(holders(each) for each in found[:8])
+            pytest.fail(f"{len(found)} objects of results are left:\n{chains}")
         del found
 
 
 def holders(found: Any, depth: int = 4) -> str:
-    """By what an object is reached, a few steps back."""
+    """The chain of references to an object, a few steps back."""
     steps = [type(found).__qualname__]
     for _ in range(depth):
         others = [each for each in gc.get_referrers(found) if not is_ours(each)]
@@ -96,7 +95,7 @@ def holders(found: Any, depth: int = 4) -> str:
 
 
 def is_ours(referrer: Any) -> bool:
-    """Whether we look from there."""
+    """Whether the referrer belongs to this search."""
     if isinstance(referrer, types.FrameType):
         return bool(referrer.f_code.co_filename == __file__)
     return isinstance(referrer, list | types.GeneratorType)

@@ -1,7 +1,6 @@
-"""The logs of a process, set up in a test: as they were afterwards.
+"""Set up the logs of a process in a test, and restore them afterwards.
 
-Invariant: a test that runs after it in the same process hears events as a library's, in whatever
-order files are shared out. Driven by fixtures of tests that call what sets up logs.
+A later test of the same process gets log events as from a library, in any order of test files.
 """
 
 import logging
@@ -13,7 +12,7 @@ import structlog
 
 @contextmanager
 def logs_as_before() -> Iterator[None]:
-    """Undo what rollmesh.core.logs.setup does meanwhile."""
+    """Undo the setup by rollmesh.core.logs.setup."""
     root = logging.getLogger()
     level, configured = root.level, structlog.get_config()
     try:

@@ -1,4 +1,4 @@
-"""Messages that are none, for every test that throws them at a socket."""
+"""Invalid messages, for every test that sends them to a socket."""
 
 import random
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from rollmesh.wire.messages import ClientHello
 
 
 def nonsense(seed: int, number: int) -> Iterator[list[bytes]]:
-    """Random frames, and true ones cut, bent, of another protocol or without their body."""
+    """Random frames, and valid ones cut, changed, of another protocol or without their body."""
     rng = random.Random(seed)
     true = [bytes(frame) for frame in encode(Packet(ClientHello("c"), "i1", b"body"))]
     for _ in range(number):

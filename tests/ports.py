@@ -1,8 +1,7 @@
-"""Ports of this machine for processes that are told theirs, and have the same when they rise again.
+"""Ports of this machine for processes that get them by settings, and keep them across a restart.
 
-Invariant: none that the system gives to who binds port 0 or dials (ip_local_port_range begins at
-32768), so that no neighbour has it by chance before its process does. Driven by tests of processes
-that are started by a settings file.
+The system assigns none of them to a process that binds port 0 or connects (ip_local_port_range
+begins at 32768), so that no other process takes one by chance.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ FIRST, LAST = 20_000, 32_000
 
 
 def free_ports(num: int) -> list[int]:
-    """So many, of nobody now."""
+    """Return `num` ports without a listener."""
     dice = random.SystemRandom()
     with contextlib.ExitStack() as stack:
         ports: list[int] = []

@@ -30,11 +30,11 @@ GROUP_SIZE = 4
 NUM_TOKENS = 16
 TIMEOUT_S = 60.0
 TRAINER = TrainerConfig(max_logprob_gap=5.0)
-"""The defaults, but that what a coarse engine samples trains."""
+"""The defaults, except that samples of a coarse engine train."""
 
 
 class Publications:
-    """Trains on what the first engine samples; publishes each step's weights to all of them."""
+    """Trains on samples of the first engine, and publishes each step's weights to all engines."""
 
     def __init__(self, policy: Policy, engine: str, shell: PublishShell, folder: Path) -> None:
         self.reports: list[PublishReport] = []
@@ -46,7 +46,7 @@ class Publications:
         self._num_steps = 0
 
     def publish(self) -> PublishReport:
-        """Publish the weights held now, and return how that went."""
+        """Publish the current weights, and return the report."""
         folder = self._weights.next_folder()
         parts = self._policy.export(folder, self._weights.policy_version)
         probe = self._policy.probe()
@@ -88,8 +88,8 @@ class Publications:
         }
         answer = httpx.post(f"{self._engine}/generate", json=body, timeout=TIMEOUT_S)
         assert answer.status_code == 200, answer.text
-        told = [each["meta_info"]["output_token_logprobs"] for each in answer.json()]
-        return [self._sample(at, row) for at, row in enumerate(told)]
+        logprobs = [each["meta_info"]["output_token_logprobs"] for each in answer.json()]
+        return [self._sample(at, row) for at, row in enumerate(logprobs)]
 
     def _sample(self, at: int, row: list[list[float]]) -> Sample:
         token_ids = [int(token) for _, token, *_ in row]
@@ -110,14 +110,15 @@ def publications(
     model: Path, engines: Sequence[str], folder: Path, learning_rate: float = 0.0
 ) -> Iterator[Publications]:
     """A policy that starts as `model`, and a publisher that reaches `engines` through a router;
-    `learning_rate` 0 is the default one."""
+    `learning_rate` 0 is the default one.
+    """
     settings = TRAINER
     if learning_rate:
         settings = msgspec.structs.replace(TRAINER, learning_rate=learning_rate)
-    words = ["-m", "rollmesh.cli.main", "router", "--set", f"run.folder={folder}"]
+    argv = ["-m", "rollmesh.cli.main", "router", "--set", f"run.folder={folder}"]
     for url in engines:
-        words += ["--engine", url]
-    with announced(words) as router:
+        argv += ["--engine", url]
+    with announced(argv) as router:
         shell = PublishShell(router.address, PublishConfig())
         run = Publications(Policy(str(model), settings), engines[0], shell, folder / "weights")
         try:

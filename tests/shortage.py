@@ -1,16 +1,16 @@
-"""A process that can open no file and no socket for a while, while those that it has stay open."""
+"""Let a process open no file and no socket for a while; its open descriptors stay open."""
 
 import contextlib
 import resource
 from collections.abc import Iterator
 
 LEAST = 3
-"""Below every descriptor that is free, so that the next one is refused."""
+"""Below every free descriptor, so that the next one is refused."""
 
 
 @contextlib.contextmanager
 def no_descriptor_left(pid: int = 0) -> Iterator[None]:
-    """In this process, or in `pid`."""
+    """Apply to this process, or to `pid`."""
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (LEAST, hard))
     try:

@@ -1,7 +1,6 @@
 """A view of the fleet whose changes a test can wait for.
 
-Invariant: it looks again only when the table has changed, so it waits no longer than the view
-does. Driven by tests.
+It checks again only when the table has changed.
 """
 
 import asyncio
@@ -14,8 +13,6 @@ WAIT_S = 60.0
 
 
 class Watch:
-    """See the module."""
-
     def __init__(self, view: FleetView) -> None:
         self.view = view
         self._moved = asyncio.Event()
@@ -28,7 +25,7 @@ class Watch:
                 await self._moved.wait()
 
     async def row(self, url: str, condition: Callable[[EngineRow], bool]) -> EngineRow:
-        """That engine's row, once it is so."""
+        """The row of that engine, once it satisfies `condition`."""
         found: list[EngineRow] = []
 
         def is_so() -> bool:

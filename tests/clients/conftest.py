@@ -1,4 +1,4 @@
-"""The matrix: what each row came to, written to docs/reference/clients.md once all rows ran."""
+"""The matrix: the outcome of each row, written to docs/reference/clients.md after all rows ran."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ PAGE = REPO / "docs/reference/clients.md"
 
 @pytest.fixture(scope="session")
 def matrix() -> Iterator[dict[str, Ran]]:
-    """By the row's id; a run of a part of the roster leaves the page as it is."""
+    """Outcomes by the row's id; a partial run leaves the page unchanged."""
     ran: dict[str, Ran] = {}
     yield ran
     wanted = [row.id for row in (*rows(), *relayed())]

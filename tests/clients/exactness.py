@@ -1,7 +1,7 @@
-"""Whether a session's samples are what the engine saw and said, token for token.
+"""Check that a session's samples are exactly the engine's input and output, token for token.
 
-The scripted model is a function of its context, so the requests that the engine was sent tell
-everything that it answered; nothing here trusts what the gateway wrote down.
+The scripted model is a function of its context, so the engine's requests determine all of its
+answers; the check trusts nothing that the gateway recorded.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,9 +22,9 @@ class Call(NamedTuple):
 
 
 def calls_of(engine: ScriptedEngine, agent: ScriptedAgent) -> list[Call]:
-    """What the engine was asked, in order, and what its model says to that.
+    """The engine's requests, in order, each with its model's answer.
 
-    A turn that was cut and resumed is one call: the rest of it ends as the whole would have.
+    A turn that was cut and resumed is one call: its remainder ends as the whole would have.
     """
     calls: dict[tuple[int, ...], Call] = {}
     for request in engine.seen:
@@ -43,7 +43,9 @@ def calls_of(engine: ScriptedEngine, agent: ScriptedAgent) -> list[Call]:
 
 
 def num_extending(calls: Sequence[Call]) -> int:
-    """Calls whose prompt begins with all tokens, sampled ones too, of an earlier call."""
+    """The number of calls whose prompt begins with all tokens, sampled ones too, of an earlier
+    call.
+    """
     return sum(
         any(call.prompt[: len(before.whole)] == before.whole for before in calls[:n])
         for n, call in enumerate(calls)
@@ -53,7 +55,7 @@ def num_extending(calls: Sequence[Call]) -> int:
 def faults(
     calls: Sequence[Call], samples: Sequence[dict[str, Any]], agent: ScriptedAgent
 ) -> list[str]:
-    """What is not as it must be, a line each; empty where all is exact."""
+    """One line for each fault; empty if all is exact."""
     found = [*_unproven(samples, agent)]
     for n, call in enumerate(calls):
         begin, end = len(call.prompt), len(call.whole)
@@ -76,7 +78,7 @@ def faults(
 
 
 def _unproven(samples: Sequence[dict[str, Any]], agent: ScriptedAgent) -> Iterable[str]:
-    """Trained tokens that the model does not say there, or not with that log-prob."""
+    """Trained tokens that the model does not sample there, or not with that log-prob."""
     for n, sample in enumerate(samples):
         ids, logprobs, mask = sample["token_ids"], sample["logprobs"], sample["loss_mask"]
         if not len(ids) == len(logprobs) == len(mask) == len(sample["policy_versions"]):

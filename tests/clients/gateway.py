@@ -1,4 +1,4 @@
-"""A `rollmesh gateway` process, and its admin API as a test needs it."""
+"""A `rollmesh gateway` process, and the parts of its admin API that tests need."""
 
 import asyncio
 import sys
@@ -14,7 +14,7 @@ START_S = 20.0
 
 
 class Opened(NamedTuple):
-    """A session as `POST /admin/sessions` hands it out."""
+    """A session, as returned by `POST /admin/sessions`."""
 
     session_id: str
     api_key: str
@@ -61,21 +61,21 @@ class Gateway:
         await self._end(self._process)
 
     async def open(self, **body: object) -> Opened:
-        """A new session."""
-        told = await self.ask("POST", "/admin/sessions", body)
-        return Opened(**{name: told[name] for name in Opened._fields})
+        """Open a new session."""
+        answer = await self.ask("POST", "/admin/sessions", body)
+        return Opened(**{name: answer[name] for name in Opened._fields})
 
     async def finish(self, opened: Opened) -> Any:
-        """End it; its account."""
+        """Finish the session; return its account."""
         return await self.ask("POST", f"/admin/sessions/{opened.session_id}/finish", {})
 
     async def ask(self, method: str, path: str, body: object = None) -> Any:
-        """A call of the admin API."""
+        """Make a call of the admin API."""
         assert self._client is not None
         async with self._client.request(method, self.url + path, json=body) as response:
-            told = await response.json()
-            assert response.ok, f"{method} {path}: {response.status} {told}"
-            return told
+            answer = await response.json()
+            assert response.ok, f"{method} {path}: {response.status} {answer}"
+            return answer
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is None:
@@ -83,7 +83,7 @@ class Gateway:
         await process.communicate()
 
     async def _announced(self, process: asyncio.subprocess.Process) -> str:
-        """The address in its first line that has one."""
+        """The address in the first line of its output that has one."""
         assert process.stdout is not None
         async for line in process.stdout:
             _, found, rest = line.decode().partition("http://")

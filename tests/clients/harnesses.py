@@ -1,7 +1,7 @@
-"""Command-line agents: the configuration and the command that point each at a session.
+"""Command-line agents: the configuration and the command that connect each to a session.
 
-Each gets a scratch folder as its home, so that nothing of the user's is read or changed, and an
-environment that forbids what would leave this machine.
+Each gets a scratch folder as its home, so that no file of the user is read or changed, and an
+environment that forbids network access beyond this machine.
 """
 
 import json
@@ -28,9 +28,9 @@ class Visit(NamedTuple):
     """One task of one client."""
 
     home: Path
-    """Empty; gone afterwards."""
+    """Empty; removed afterwards."""
     work: Path
-    """Where the task's files are."""
+    """Folder of the task's files."""
     base_url: str
     """Ends in /v1."""
     api_key: str
@@ -44,21 +44,23 @@ class Visit(NamedTuple):
 
 
 class Command(NamedTuple):
-    """What to run."""
+    """The command of a client."""
 
     argv: list[str]
     env: dict[str, str]
 
 
 def environment(visit: Visit, **more: str) -> dict[str, str]:
-    """Of every client: a path, a home, the mark by which leftovers are found; no more of ours."""
+    """Environment of every client: a path, a home, and the mark by which leftovers are found;
+    nothing else of this process.
+    """
     home = str(visit.home)
     ours = {name: os.environ[name] for name in ("PATH", MARK_VARIABLE)}
     return {**ours, "HOME": home, "XDG_CONFIG_HOME": home, "TERM": "dumb", **more}
 
 
 def driver(visit: Visit, home: str, name: str) -> Command:
-    """A script of drivers/ in the client's own interpreter; `home` '' is this one."""
+    """Run a script of drivers/ in the client's own interpreter; `home` '' is this one."""
     python = str(VENVS / home / "bin" / "python") if home else sys.executable
     script = str(Path(__file__).with_name("drivers") / f"{name}.py")
     mode = "stream" if visit.is_stream else "plain"
@@ -122,7 +124,7 @@ def codex(visit: Visit, idle_ms: int = 60_000) -> Command:
 
 
 def opencode(visit: Visit) -> Command:
-    """Three dialects by three SDKs, all streamed; asks for a title on the side."""
+    """Three dialects by three SDKs, all streamed; it also requests a title."""
     sdk = {
         "chat": "@ai-sdk/openai-compatible",
         "responses": "@ai-sdk/openai",

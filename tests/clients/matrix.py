@@ -11,7 +11,7 @@ TEMPLATE = Path(__file__).with_name("page.md")
 
 
 class Ran(NamedTuple):
-    """What a task came to."""
+    """The outcome of a task."""
 
     row: Row
     num_calls: int = 0
@@ -19,11 +19,11 @@ class Ran(NamedTuple):
     forks: Mapping[str, int] = Counter()
     healed: Mapping[str, int] = Counter()
     fault: str = ""
-    """Why it did not pass, in a line."""
+    """One line with the reason if it failed."""
 
 
 def page(ran: Sequence[Ran], is_offline: bool) -> str:
-    """The document."""
+    """Return the document."""
     where = "in a network of its own that has only the loopback" if is_offline else "on loopback"
     return TEMPLATE.read_text().format(
         where=where,
@@ -34,7 +34,7 @@ def page(ran: Sequence[Ran], is_offline: bool) -> str:
 
 
 def is_offline() -> bool:
-    """This process sees no network but the loopback."""
+    """Whether this process sees no network except loopback."""
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]
     return {line.partition(":")[0].strip() for line in lines} == {"lo"}
 
@@ -57,5 +57,5 @@ def _line(ran: Ran) -> str:
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    told = [f"{kind.replace('_', ' ')} {num}" for kind, num in sorted(counts.items()) if num]
-    return ", ".join(told) or "none"
+    parts = [f"{kind.replace('_', ' ')} {num}" for kind, num in sorted(counts.items()) if num]
+    return ", ".join(parts) or "none"

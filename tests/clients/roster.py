@@ -1,8 +1,8 @@
-"""The clients: which package in which version, the dialects it speaks, and how it is started.
+"""The clients: package and version, dialects, and start command of each.
 
-A row of docs/reference/clients.md is one client in one dialect and mode. Whoever is in this
-interpreter's
-environment (`home` '') runs in `make test` too; the others live in .venv-clients/HOME.
+A row of docs/reference/clients.md is one client in one dialect and mode. Clients of this
+interpreter's environment (`home` '') run in `make test` too; the others are installed in
+.venv-clients/HOME.
 """
 
 import json
@@ -20,7 +20,7 @@ TOKENS, RELAY = "tokens", "relay"
 
 
 class Client(NamedTuple):
-    """See the module."""
+    """A client and its properties."""
 
     name: str
     package: str
@@ -31,13 +31,13 @@ class Client(NamedTuple):
     use: WriteUse = bash
     """How the model calls this client's shell tool."""
     ending: AgentReply | None = None
-    """The model's last turn, where it is no text."""
+    """The model's last turn, if it is not text."""
     reports: bool = True
-    """It is a driver of ours, which tells what it saw."""
+    """Whether it is a driver of this repository, which reports what it saw."""
     sees_reasoning: bool = False
-    """Its report has the model's reasoning."""
+    """Whether its report has the model's reasoning."""
     num_asides: int = 0
-    """Calls beside the task, such as for a title; each is a branch of its own."""
+    """Calls beside the task, such as for a title; each is its own branch."""
 
 
 class Row(NamedTuple):
@@ -187,7 +187,7 @@ ROSTER = (
 
 
 def rows(clients: Sequence[Client] = ROSTER) -> list[Row]:
-    """Every task of these clients."""
+    """All tasks of these clients."""
     return [
         Row(client, dialect, mode)
         for client in clients
@@ -197,7 +197,7 @@ def rows(clients: Sequence[Client] = ROSTER) -> list[Row]:
 
 
 def relayed() -> list[Row]:
-    """A row of each dialect and mode in relay mode, by clients that speak it most strictly."""
+    """A row of each dialect and mode in relay mode, by the clients that read it most strictly."""
     strict = [each for each in ROSTER if each.name in ("anthropic SDK", "codex", "pi")]
     strict += [each for each in IN_HOUSE if each.name == "openai SDK"]
     return [row._replace(capture=RELAY) for row in rows(strict) if row.dialect != LINKED]

@@ -1,7 +1,7 @@
-"""What the scripted model does in a client's task, and the files that the task is about.
+"""The scripted model of a client's task, and the files of the task.
 
-Three turns: a call, two calls at once, the answer. Its spacing, numbers, letters and outer white
-space are what harnesses are known to change when they send a turn back.
+Three turns: a call, two calls at once, the answer. Harnesses are known to change its kinds of
+spacing, numbers, letters and outer white space when they send a turn back.
 """
 
 import json
@@ -16,7 +16,7 @@ REASONINGS = ("The folder first:  what is in it?", "Both files, then.", "")
 TITLE = "Hidden words"
 
 WriteUse = Callable[[str], ToolUse]
-"""A shell command as a call of the client's own tool."""
+"""Makes a call of the client's own tool from a shell command."""
 
 
 def write_files(folder: Path) -> None:
@@ -27,12 +27,12 @@ def write_files(folder: Path) -> None:
 
 
 def bash(command: str) -> ToolUse:
-    """The drivers' tool; most harnesses write its arguments back in another spacing."""
+    """A call of the drivers' tool; most harnesses write its arguments back with other spacing."""
     return ToolUse("bash", f'{{"command":   {json.dumps(command)}, "timeout": 5.0}}')
 
 
 def task(use: WriteUse = bash, answer: AgentReply | None = None) -> AgentScript:
-    """The three turns; `answer` for clients that end in another way than by a text."""
+    """The three turns; `answer` is for clients that do not end with text."""
     look, *read = map(use, COMMANDS)
     return steps(
         AgentReply("Let me look\u2026", reasoning=REASONINGS[0], uses=(look,)),

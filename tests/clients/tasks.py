@@ -1,6 +1,6 @@
-"""One client's task from its start to its account: engine, gateway, session, client, judgement.
+"""One client's task from start to account: engine, gateway, session, client, verdict.
 
-In relay mode the chat endpoint behind the gateway is a second one, in tokens mode.
+In relay mode the chat endpoint behind the gateway is a second gateway, in tokens mode.
 """
 
 import asyncio
@@ -25,23 +25,23 @@ from tests.clients.script import ANSWER, COMMANDS, REASONINGS, bash, task, write
 
 CLIENT_S = 90.0
 ROOM = ("--set", "model.max_context_tokens=131072")
-"""The test vocabulary makes some 30,000 tokens of what opencode sends."""
+"""The test vocabulary makes some 30,000 tokens of opencode's prompt."""
 
 
 class Ended(NamedTuple):
-    """How a client ended."""
+    """The end of a client's process."""
 
     code: int
     output: str
-    """Of stdout and stderr, as they came."""
+    """Output of stdout and stderr, in order."""
 
 
 Visiting = Callable[[Row, Path, Opened], Awaitable[Ended]]
-"""Has the row's client do the task."""
+"""Runs the row's client on the task."""
 
 
-class Stage(NamedTuple):
-    """A model, its engine and the gateway before it."""
+class Deployment(NamedTuple):
+    """A model, its engine and the gateway in front of it."""
 
     agent: ScriptedAgent
     engine: ScriptedEngine
@@ -49,12 +49,16 @@ class Stage(NamedTuple):
 
 
 def model_folder(folder: Path) -> Path:
-    """With some words of the task as single tokens, so that its texts could be cut otherwise."""
+    """Write a model with some words of the task as single tokens, so that its texts could be split
+    otherwise.
+    """
     return write_model_folder(folder, [ANSWER, *COMMANDS, *REASONINGS] * 9)
 
 
 @contextlib.asynccontextmanager
-async def open_stage(folder: Path, script: AgentScript, *options: str) -> AsyncIterator[Stage]:
+async def open_deployment(
+    folder: Path, script: AgentScript, *options: str
+) -> AsyncIterator[Deployment]:
     """A stage whose model follows `script`; `options` go to the gateway."""
     model = model_folder(folder)
     agent = ScriptedAgent(load_tokenizer(model), script)
@@ -64,29 +68,29 @@ async def open_stage(folder: Path, script: AgentScript, *options: str) -> AsyncI
             folder / "token", engine.url, "--model-dir", str(model), *ROOM, *options
         ) as gateway,
     ):
-        yield Stage(agent, engine, gateway)
+        yield Deployment(agent, engine, gateway)
 
 
 async def perform(row: Row, folder: Path) -> Ran:
-    """Run the row's task in `folder`; AssertionError says in a line what is not as it must be."""
+    """Run the row's task in `folder`; AssertionError names in a line what is wrong."""
     script = task(row.client.use, row.client.ending)
-    async with open_stage(folder / "model", script) as stage:
-        return await perform_on(stage, row, folder, start)
+    async with open_deployment(folder / "model", script) as deployment:
+        return await perform_on(deployment, row, folder, start)
 
 
-async def perform_on(stage: Stage, row: Row, folder: Path, visit: Visiting) -> Ran:
-    """As `perform`, on a stage that has the row's script, and may have played it before."""
-    stage.engine.seen.clear()
-    opened = await stage.gateway.open(metadata={"client": row.id})
+async def perform_on(deployment: Deployment, row: Row, folder: Path, visit: Visiting) -> Ran:
+    """Like `perform`, on a deployment that has the row's script, and may have played it before."""
+    deployment.engine.seen.clear()
+    opened = await deployment.gateway.open(metadata={"client": row.id})
     if row.capture == RELAY:
-        return await _perform_relayed(row, folder, stage, opened)
+        return await _perform_relayed(row, folder, deployment, opened)
     ended = await visit(row, folder, opened)
-    account = await stage.gateway.finish(opened)
+    account = await deployment.gateway.finish(opened)
     check_what_it_saw(row, ended)
-    return judge(row, stage, account)
+    return judge(row, deployment, account)
 
 
-async def _perform_relayed(row: Row, folder: Path, stage: Stage, behind: Opened) -> Ran:
+async def _perform_relayed(row: Row, folder: Path, deployment: Deployment, behind: Opened) -> Ran:
     """`behind` is the endpoint's session; its account must be exact, the relay's need not be."""
     token_file = folder / "relay-token"
     async with Gateway(token_file, behind.path_url, "--capture", RELAY) as relay:
@@ -94,7 +98,7 @@ async def _perform_relayed(row: Row, folder: Path, stage: Stage, behind: Opened)
         ended = await start(row, folder, opened)
         account = await relay.finish(opened)
     check_what_it_saw(row, ended)
-    ran = judge(row, stage, await stage.gateway.finish(behind))
+    ran = judge(row, deployment, await deployment.gateway.finish(behind))
     num_relayed = account["num_calls"]
     assert num_relayed == ran.num_calls, f"{num_relayed} of {ran.num_calls} calls were relayed"
     kept = [choice["message"] for call in account["calls"] for choice in call["choices"]]
@@ -103,7 +107,7 @@ async def _perform_relayed(row: Row, folder: Path, stage: Stage, behind: Opened)
 
 
 async def start(row: Row, folder: Path, opened: Opened) -> Ended:
-    """Let the row's client do the task, as a process."""
+    """Run the row's client as a process."""
     home, work = folder / "home", folder / "work"
     home.mkdir()
     write_files(work)
@@ -114,7 +118,7 @@ async def start(row: Row, folder: Path, opened: Opened) -> Ended:
 
 
 async def run(command: Command, work: Path) -> Ended:
-    """The command's end; it is killed when it takes too long."""
+    """Run a command; kill it when it takes too long."""
     process = await asyncio.create_subprocess_exec(
         *command.argv,
         cwd=work,
@@ -126,39 +130,39 @@ async def run(command: Command, work: Path) -> Ended:
     )
     try:
         async with asyncio.timeout(CLIENT_S):
-            said, _ = await process.communicate()
+            output, _ = await process.communicate()
     finally:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)  # agents have children
             await process.wait()
     assert process.returncode is not None
-    return Ended(process.returncode, said.decode(errors="replace"))
+    return Ended(process.returncode, output.decode(errors="replace"))
 
 
 def check_what_it_saw(row: Row, ended: Ended) -> None:
-    """AssertionError where the client failed, or did not see what the model said."""
+    """AssertionError if the client failed, or did not see the model's output."""
     assert ended.code == 0, f"exit {ended.code}: {ended.output[-2000:]}"
     if row.client.reports:
-        told = json.loads(ended.output.splitlines()[-1])
+        report = json.loads(ended.output.splitlines()[-1])
         wanted = [["bash", json.loads(bash(command).arguments)] for command in COMMANDS]
-        assert told["final"] == ANSWER, told["final"]
+        assert report["final"] == ANSWER, report["final"]
         # Two calls of one turn may run in either order.
-        assert sorted(told["calls"], key=str) == sorted(wanted, key=str), told["calls"]
+        assert sorted(report["calls"], key=str) == sorted(wanted, key=str), report["calls"]
         if row.client.sees_reasoning:
-            assert [*filter(None, told["reasoning"])] == [*filter(None, REASONINGS)]
+            assert [*filter(None, report["reasoning"])] == [*filter(None, REASONINGS)]
     else:
         assert ANSWER in ended.output, ended.output[-2000:]
 
 
-def judge(row: Row, stage: Stage, account: dict[str, Any]) -> Ran:
-    """What it came to; AssertionError where the account is not exact."""
-    calls = calls_of(stage.engine, stage.agent)
-    found = faults(calls, account["samples"], stage.agent)
+def judge(row: Row, deployment: Deployment, account: dict[str, Any]) -> Ran:
+    """Return the outcome; AssertionError if the account is not exact."""
+    calls = calls_of(deployment.engine, deployment.agent)
+    found = faults(calls, account["samples"], deployment.agent)
     assert not found, "; ".join(found)
     forks = Counter(fork["cause"] for fork in account["forks"])
     num_extended = num_extending(calls)
     assert len(calls) == 3 + row.client.num_asides, f"{len(calls)} calls"
     assert num_extended == 2, f"{num_extended} of the task's last two calls extend the one before"
-    # An aside that comes before anything was sampled leaves no line that the task could fork from.
+    # An aside before anything was sampled leaves no line from which the task could fork.
     assert forks.total() <= row.client.num_asides, f"forks: {dict(forks)}"
     return Ran(row, len(calls), num_extended, forks, account["healed"])

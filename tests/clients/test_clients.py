@@ -13,7 +13,7 @@ from tests.clients.harnesses import VENVS, Visit, codex
 from tests.clients.matrix import Ran
 from tests.clients.roster import RESPONSES, ROSTER, Row, relayed, rows
 from tests.clients.script import ANSWER, task, write_files
-from tests.clients.tasks import open_stage, perform, run
+from tests.clients.tasks import open_deployment, perform, run
 
 NUM_RESENDS = 3
 IDLE_MS = 1_000
@@ -24,7 +24,7 @@ def has_legs(engine: ScriptedEngine, num_legs: int) -> bool:
 
 
 class Resent(NamedTuple):
-    """What is left of a task whose first turn stalled again and again."""
+    """The result of a task whose first turn stalled repeatedly."""
 
     calls: list[Call]
     account: dict[str, Any]
@@ -35,11 +35,11 @@ class Resent(NamedTuple):
 
 
 async def stall(folder: Path, num_tokens: int) -> Resent:
-    """Let codex do the task; each stream of its first turn stalls after `num_tokens` more."""
+    """Run codex on the task; each stream of its first turn stalls after `num_tokens` more."""
     (client,) = (each for each in ROSTER if each.name == "codex")
     home, work = folder / "home", folder / "work"
     write_files(work)
-    async with open_stage(folder / "model", task(client.use)) as (agent, engine, gateway):
+    async with open_deployment(folder / "model", task(client.use)) as (agent, engine, gateway):
         opened = await gateway.open()
         visit = Visit(home, work, opened.base_url, opened.api_key, RESPONSES, is_stream=True)
         engine.hold()
@@ -75,10 +75,10 @@ async def test_a_turn_that_codex_resends_is_resumed_and_trains_once(tmp_path: Pa
 
 
 @pytest.mark.clients
-async def test_a_turn_of_which_codex_echoes_a_part_is_resumed_and_trains_once(
+async def test_a_turn_that_codex_resends_in_part_is_resumed_and_trains_once(
     tmp_path: Path,
 ) -> None:
-    # It puts each item that was finished, here the reasoning, into its next request.
+    # Its next request has each finished item, here the reasoning.
     resent = await stall(tmp_path, num_tokens=20)
     assert resent.faults() == []
     assert (len(resent.calls), resent.account["num_calls"], resent.account["forks"]) == (3, 3, [])

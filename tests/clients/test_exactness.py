@@ -1,4 +1,4 @@
-"""The judgement of samples: it passes what is exact, and names each way not to be."""
+"""The check of samples: it accepts exact samples, and names each fault."""
 
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def test_an_exact_sample_has_no_fault(agent: ScriptedAgent, calls: list[Call]) -
     assert num_extending(calls) == 1
 
 
-def test_an_answer_that_trains_twice_or_never_is_named(
+def test_an_answer_that_trains_twice_or_never_is_a_fault(
     agent: ScriptedAgent, calls: list[Call]
 ) -> None:
     whole, part = sample_of(calls), sample_of(calls[:1])
@@ -69,7 +69,9 @@ def test_an_answer_that_trains_twice_or_never_is_named(
     assert f"call 0: of {num} sampled tokens its samples train [0]" in faults(calls, [whole], agent)
 
 
-def test_a_changed_token_log_prob_or_mask_is_named(agent: ScriptedAgent, calls: list[Call]) -> None:
+def test_a_changed_token_log_prob_or_mask_is_a_fault(
+    agent: ScriptedAgent, calls: list[Call]
+) -> None:
     at = len(calls[0].prompt)
     sample = sample_of(calls)
     sample["token_ids"][at] += 1
@@ -84,7 +86,7 @@ def test_a_changed_token_log_prob_or_mask_is_named(agent: ScriptedAgent, calls: 
     assert any(line.endswith("were sampled") for line in faults(calls, [sample], agent))
 
 
-def test_a_prompt_that_was_rendered_again_is_named(
+def test_a_prompt_that_was_rendered_again_is_a_fault(
     agent: ScriptedAgent, calls: list[Call], tokenizer: Tokenizer
 ) -> None:
     again = tokenizer.encode(tokenizer.decode(calls[1].prompt))

@@ -1,4 +1,4 @@
-"""What clients do when an answer is late or fails: they ask again, and it trains once."""
+"""Clients retry when an answer is late or fails, and the turn trains once."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ from rollmesh.testing.faults import Fault
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 from tests.clients.exactness import calls_of, faults
 from tests.clients.gateway import Opened
-from tests.clients.tasks import Stage, model_folder, open_stage
+from tests.clients.tasks import Deployment, model_folder, open_deployment
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -41,7 +41,7 @@ USER: Any = {"role": "user", "content": "Which word?"}
 IMPATIENT_S = 0.3
 NUM_FULL_QUEUES = GenerationSettings().max_full_queues + 1
 NUM_RESENDS = 5
-"""As often as codex resends a turn whose stream broke."""
+"""The number of times that codex resends a turn whose stream broke."""
 
 
 async def chat(opened: Opened, **settings: Any) -> str:
@@ -65,26 +65,31 @@ each_sdk = pytest.mark.parametrize("ask", [chat, messages], ids=["openai", "anth
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    async with open_stage(tmp_path_factory.mktemp("stage"), steps(AgentReply(SAID))) as stage:
-        yield stage
+async def shared_deployment(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployment]:
+    async with open_deployment(
+        tmp_path_factory.mktemp("stage"), steps(AgentReply(SAID))
+    ) as deployment:
+        yield deployment
 
 
 @pytest.fixture
-def stage(shared_stage: Stage) -> Stage:
-    """Of whose past nothing is seen."""
-    shared_stage.engine.seen.clear()
-    return shared_stage
+def deployment(shared_deployment: Deployment) -> Deployment:
+    """The shared deployment, without its earlier requests."""
+    shared_deployment.engine.seen.clear()
+    return shared_deployment
 
 
 @contextlib.asynccontextmanager
-async def hasty_worker(folder: Path, stage: Stage) -> AsyncIterator[tuple[Runtime, Opened]]:
-    """A worker's edge before the stage's engine, which waits for next to nothing between two legs;
-    and a session there."""
+async def hasty_worker(
+    folder: Path, deployment: Deployment
+) -> AsyncIterator[tuple[Runtime, Opened]]:
+    """A worker's agent server in front of the deployment's engine, with almost no wait between two
+    engine requests; and a session there.
+    """
     model = model_folder(folder)
     tokenizer = load_tokenizer(model)
     view = FleetView()
-    row = EngineRow(stage.engine.url, "", EnginePhase.READY, 0)
+    row = EngineRow(deployment.engine.url, "", EnginePhase.READY, 0)
     view.update(FleetChanged(0, (row,)), "router")
     parts = SamplerDeps(view=view, vocab_size=tokenizer.vocab_size, report=lambda fault: None)
     sampler = Sampler(parts, GenerationSettings(backoff_s=0.001, max_backoff_s=0.001))
@@ -106,77 +111,80 @@ async def until_legs(engine: ScriptedEngine, num: int) -> None:
     await engine.until(lambda: engine.num_seen("/generate") == num)
 
 
-async def assert_trained_once(stage: Stage, opened: Opened) -> Any:
-    """However often it was asked, one turn trains, and it is exact; the session's account."""
-    account = await stage.gateway.finish(opened)
-    calls = calls_of(stage.engine, stage.agent)
-    assert faults(calls, account["samples"], stage.agent) == []
+async def assert_trained_once(deployment: Deployment, opened: Opened) -> Any:
+    """Check that one turn trains and is exact, however often it was requested; return the session's
+    account.
+    """
+    account = await deployment.gateway.finish(opened)
+    calls = calls_of(deployment.engine, deployment.agent)
+    assert faults(calls, account["samples"], deployment.agent) == []
     assert len(calls) == 1
-    assert stage.engine.num_live == 0
+    assert deployment.engine.num_live == 0
     return account
 
 
 @each_sdk
-async def test_a_client_that_times_out_and_retries_gets_the_one_turn(
-    stage: Stage, ask: Ask
+async def test_a_client_that_times_out_and_retries_gets_the_same_turn(
+    deployment: Deployment, ask: Ask
 ) -> None:
-    opened = await stage.gateway.open()
-    stage.engine.hold()
-    await stage.engine.allow(2)
+    opened = await deployment.gateway.open()
+    deployment.engine.hold()
+    await deployment.engine.allow(2)
     asking = asyncio.create_task(ask(opened, timeout=IMPATIENT_S, max_retries=9))
-    await stage.engine.until(lambda: stage.engine.num_seen("/generate") == 2)
-    await stage.engine.release()
+    await deployment.engine.until(lambda: deployment.engine.num_seen("/generate") == 2)
+    await deployment.engine.release()
     assert await asking == SAID
-    assert (await assert_trained_once(stage, opened))["num_calls"] == 1
+    assert (await assert_trained_once(deployment, opened))["num_calls"] == 1
 
 
-async def test_clients_that_find_no_engine_come_back_when_told(tmp_path: Path) -> None:
+async def test_clients_retry_a_missing_engine_after_the_given_time(tmp_path: Path) -> None:
     options = ("--set", f"interception.engine_wait_s={IMPATIENT_S}")
-    async with open_stage(tmp_path, steps(AgentReply(SAID)), *options) as stage:
-        sessions = [(ask, await stage.gateway.open()) for ask in (chat, messages)]
-        await stage.engine.die()
+    async with open_deployment(tmp_path, steps(AgentReply(SAID)), *options) as deployment:
+        sessions = [(ask, await deployment.gateway.open()) for ask in (chat, messages)]
+        await deployment.engine.die()
         refused = [ask(opened, max_retries=0) for ask, opened in sessions]
         for error in await asyncio.gather(*refused, return_exceptions=True):
             assert isinstance(error, openai.APIStatusError | anthropic.APIStatusError)
             assert error.status_code == 503
             assert int(error.response.headers["retry-after"]) >= 1
-        await stage.engine.restart()
+        await deployment.engine.restart()
         answered = [ask(opened, max_retries=9) for ask, opened in sessions]
         assert await asyncio.gather(*answered) == [SAID] * 2
         for _, opened in sessions:
-            await assert_trained_once(stage, opened)
+            await assert_trained_once(deployment, opened)
 
 
-async def test_a_client_that_finds_full_queues_comes_back_when_told(
-    stage: Stage, tmp_path: Path
+async def test_a_client_retries_full_queues_after_the_given_time(
+    deployment: Deployment, tmp_path: Path
 ) -> None:
-    async with hasty_worker(tmp_path, stage) as (runtime, opened):
-        stage.engine.faults.extend([Fault.BUSY] * NUM_FULL_QUEUES)
+    async with hasty_worker(tmp_path, deployment) as (runtime, opened):
+        deployment.engine.faults.extend([Fault.BUSY] * NUM_FULL_QUEUES)
         began_s = time.monotonic()
         assert await chat(opened, max_retries=1) == SAID
         assert time.monotonic() - began_s >= RETRY_AFTER_S
-        (call,) = calls_of(stage.engine, stage.agent)
-        assert stage.engine.num_seen("/generate") == NUM_FULL_QUEUES + 1
+        (call,) = calls_of(deployment.engine, deployment.agent)
+        assert deployment.engine.num_seen("/generate") == NUM_FULL_QUEUES + 1
         assert runtime.num_tokens == len(call.answer)
 
 
-async def test_five_resends_of_a_stream_that_broke_train_once(stage: Stage) -> None:
-    opened = await stage.gateway.open()
+async def test_five_resends_of_a_stream_that_broke_train_once(deployment: Deployment) -> None:
+    opened = await deployment.gateway.open()
     body = {"model": "policy", "input": "Which word?", "stream": True}
     reach = {"Authorization": f"Bearer {opened.api_key}"}
     url = opened.base_url + "/responses"
-    engine = stage.engine
+    engine = deployment.engine
     engine.hold()
     async with aiohttp.ClientSession(headers=reach) as client:
         for n in range(NUM_RESENDS):
             await engine.allow(2)
             async with client.post(url, json=body) as response:
                 await response.content.readuntil(b"delta")
-                # What is held of the turn is told before its next leg has begun.
+                # The client receives the buffered part of the turn before its next engine request
+                # has begun.
                 await until_legs(engine, n + 1)
                 response.close()
             await engine.until(lambda: engine.num_live == 0)
         await engine.release()
         async with client.post(url, json=body) as response:
             assert b"response.completed" in await response.read()
-    assert (await assert_trained_once(stage, opened))["num_calls"] == 1
+    assert (await assert_trained_once(deployment, opened))["num_calls"] == 1

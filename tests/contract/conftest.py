@@ -1,8 +1,8 @@
-"""The engines that the contract is held against: ours in both stream forms, and a real SGLang.
+"""The engines under contract: the embedded one in both stream forms, and a real SGLang.
 
-SGLang is the one that `make sglang` installed, started once; or, where ROLLMESH_SGLANG_URL names
-one, that: it must serve tests/contract/model.py's folder in float32, with LIMITS, in either form of
-streams, and it is left as it was found.
+SGLang is the one that `make sglang` installed, started once; or the one that ROLLMESH_SGLANG_URL
+names, which must serve tests/contract/model.py's folder in float32, with LIMITS, in either form of
+streams. Tests restore its state.
 """
 
 import os
@@ -18,7 +18,7 @@ from tests.contract.model import write_contract_model
 from tests.contract.processes import SGLANG_INSTALLED, embedded_engine, sglang_engine
 
 LIMITS = ("--max-running-requests", "32", "--max-queued-requests", "64")
-"""So that a queue can be filled; the other flags are what they are by default."""
+"""So that a queue can be filled; other flags have their defaults."""
 NOT_INSTALLED = "SGLang is not installed: make sglang"
 
 
@@ -38,7 +38,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def address(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[str]:
-    """Where the engine serves."""
+    """The address at which the engine serves."""
     given = os.environ.get("ROLLMESH_SGLANG_URL", "").rstrip("/")
     name, _, form = request.param.partition("_")
     flags = [*LIMITS, *["--incremental-streaming-output"] * bool(form)]

@@ -1,7 +1,6 @@
-"""One engine under contract, and short ways to ask it things.
+"""One engine under contract, and short ways to call it.
 
-Invariant: nothing here knows which engine it is; what differs is read from its own answers. Driven
-by the tests of the contract.
+Nothing here depends on which engine it is; differences are read from its answers.
 """
 
 import asyncio
@@ -14,12 +13,12 @@ import httpx
 
 Json = dict[str, Any]
 LONG = {"max_new_tokens": 3000, "ignore_eos": True}
-"""Seconds of generation: what is ordered meanwhile comes in its middle."""
+"""Number of tokens that take seconds, so that an order arrives during the generation."""
 WAIT_S = 60.0
 
 
 class EngineUnderContract:
-    """HTTP calls in few words."""
+    """An engine and short HTTP calls to it."""
 
     def __init__(self, client: httpx.AsyncClient, model_path: str, is_incremental: bool) -> None:
         self.client = client
@@ -36,7 +35,7 @@ class EngineUnderContract:
         return found
 
     async def generate(self, prompt: list[int], **body: Any) -> Json:
-        """A whole answer to one prompt."""
+        """Return the whole answer to one prompt."""
         body.setdefault("sampling_params", {"max_new_tokens": 4, "temperature": 0})
         response = await self.post("/generate", input_ids=prompt, **body)
         assert response.status_code == 200, response.text
@@ -44,14 +43,14 @@ class EngineUnderContract:
         return answer
 
     async def refusal(self, prompt: list[int], **sampling: Any) -> str:
-        """The message of a 400."""
+        """Return the message of a 400."""
         response = await self.post("/generate", input_ids=prompt, sampling_params=sampling)
         assert response.status_code == 400, response.text
         return str(response.json()["error"]["message"])
 
     @asynccontextmanager
     async def streaming(self, prompt: list[int], **body: Any) -> AsyncIterator[AsyncIterator[Json]]:
-        """The events of a stream; its end is checked to be [DONE]."""
+        """Yield the events of a stream; check that it ends with [DONE]."""
         asked = {"input_ids": prompt, "stream": True, **body}
         async with self.client.stream("POST", "/generate", json=asked) as response:
             assert response.status_code == 200, await response.aread()
@@ -63,11 +62,11 @@ class EngineUnderContract:
         return int(load["num_running_reqs"] + load["num_waiting_reqs"])
 
     async def until_idle(self) -> None:
-        """Ask, without pause, until nothing runs."""
+        """Poll until nothing runs."""
         await self.until_running(0)
 
     async def until_running(self, num: int) -> None:
-        """Ask, without pause, until so many requests run."""
+        """Poll until `num` requests run."""
         async with asyncio.timeout(WAIT_S):
             while await self.num_running() != num:
                 pass
@@ -79,8 +78,9 @@ def logprobs_of(answer: Json) -> list[float]:
 
 
 async def lines_of(response: httpx.Response) -> AsyncGenerator[str, None]:
-    """The lines of a stream. httpx's own also end where Python's splitlines end one, at a U+2028 or
-    U+0085 that was sampled."""
+    """The lines of a stream. httpx's own reader also splits at a sampled U+2028 or U+0085, as
+    Python's splitlines does.
+    """
     rest = b""
     async for chunk in response.aiter_bytes():
         *lines, rest = (rest + chunk).split(b"\n")

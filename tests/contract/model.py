@@ -1,8 +1,8 @@
-"""The model that the contract is held on: tiny, random, and the same folder for every engine.
+"""The model of the contract: tiny, random, and the same folder for every engine.
 
-Invariant: its files are the same wherever they are written, and every one of its ids decodes; its
-context is long enough for requests that are cut in their middle. Driven by the fixtures; by hand
-(`python -m tests.contract.model DIR`) for an SGLang that is started by hand.
+Its files are the same wherever they are written, and every one of its ids decodes; its context is
+long enough for requests that are cut while they run. Run `python -m tests.contract.model DIR` to
+write it for a manually started SGLang.
 """
 
 import json
@@ -19,11 +19,12 @@ CONTEXT = 4096
 
 
 def write_contract_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """A Qwen3 of two layers with a byte-level tokenizer and a chat template, its config changed by
-    `changes`; returns the folder."""
+    """Write a Qwen3 of two layers with a byte-level tokenizer and a chat template, its config
+    changed by `changes`; return the folder.
+    """
     write_model_folder(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_bytes())
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # as SGLang's transformers wants it
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # required by SGLang's transformers
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return write_model(

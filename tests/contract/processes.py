@@ -1,8 +1,7 @@
-"""Starts engines for the contract: the embedded one as launch would, SGLang as its script does;
-and gateways before them.
+"""Start engines for the contract, the embedded one as launch does and SGLang by its script, and
+gateways in front of them.
 
-Invariant: a process, and what it has started, is gone when the `with` ends. Driven by the fixtures
-and tests beside it.
+A process and its descendants end with the `with` block.
 """
 
 import json
@@ -30,18 +29,18 @@ SGLANG_INSTALLED = ROOT / ".venv-sglang" / ".installed"
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """A running engine, or a gateway."""
+    """A running engine or gateway."""
 
     address: str
     pid: int
     child: "subprocess.Popen[bytes]"
     ready: dict[str, object]
-    """What it reported."""
+    """Its Ready report."""
 
 
 @contextmanager
 def embedded_engine(folder: Path, *options: str) -> Iterator[EngineProcess]:
-    """An engine that serves `folder`."""
+    """Start an engine that serves `folder`."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         argv = ["-m", "rollmesh.engine.embedded", "--model-dir", str(folder), *options]
@@ -54,11 +53,11 @@ def embedded_engine(folder: Path, *options: str) -> Iterator[EngineProcess]:
 
 @contextmanager
 def gateway(
-    engines: Sequence[str], folder: Path, token_file: Path, *words: str
+    engines: Sequence[str], folder: Path, token_file: Path, *args: str
 ) -> Iterator[EngineProcess]:
-    """`rollmesh gateway` before `engines`, with `words` on its command line."""
+    """Start `rollmesh gateway` in front of `engines`, with `args` on its command line."""
     argv = ["-m", "rollmesh.cli.main", "gateway", "--port", "0", "--model-dir", str(folder)]
-    argv += ["--admin-token-file", str(token_file), *words]
+    argv += ["--admin-token-file", str(token_file), *args]
     for url in engines:
         argv += ["--engine", url]
     with announced(argv) as process:
@@ -67,11 +66,11 @@ def gateway(
 
 @contextmanager
 def announced(argv: Sequence[str], *fds: int) -> Iterator[EngineProcess]:
-    """One of our programs, which has said that it serves."""
+    """Start one of our programs, and wait for its Ready report."""
     read, write = os.pipe()
     with os.fdopen(read) as ready:
-        words = [sys.executable, *argv, "--ready-fd", str(write)]
-        child = subprocess.Popen(words, pass_fds=(*fds, write), stdout=subprocess.DEVNULL)
+        argv = [sys.executable, *argv, "--ready-fd", str(write)]
+        child = subprocess.Popen(argv, pass_fds=(*fds, write), stdout=subprocess.DEVNULL)
         os.close(write)
         try:
             readable, _, _ = select.select([ready], [], [], START_TIMEOUT_S)
@@ -90,7 +89,7 @@ def announced(argv: Sequence[str], *fds: int) -> Iterator[EngineProcess]:
 
 @contextmanager
 def sglang_engine(folder: Path, *options: str) -> Iterator[EngineProcess]:
-    """The installed SGLang, serving `folder`."""
+    """Start the installed SGLang with `folder`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     argv = [str(ROOT / "tests/contract/sglang/start"), str(folder), str(port), *options]
@@ -103,25 +102,26 @@ def sglang_engine(folder: Path, *options: str) -> Iterator[EngineProcess]:
         assert printed.is_ready(), f"SGLang did not start; the last that it printed:\n{printed}"
         yield EngineProcess(f"http://127.0.0.1:{port}", child.pid, child, {})
     finally:
-        # Not SIGTERM: it drains then, and was seen to wait for ever for a request that had ended.
+        # Not SIGTERM, which makes it drain; it was seen to wait forever for a request that had
+        # ended.
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         printed.thread.join()
 
 
 class Printed:
-    """What SGLang prints, read so that its pipe never fills; its end is kept."""
+    """Reads SGLang's output, so that its pipe never fills, and keeps the end of it."""
 
     def __init__(self, child: "subprocess.Popen[bytes]") -> None:
         self._child = child
-        self._told = threading.Event()
+        self._settled = threading.Event()
         self._lines: deque[str] = deque(maxlen=20)
         self.thread = threading.Thread(target=self._read, name="sglang-printed")
         self.thread.start()
 
     def is_ready(self) -> bool:
-        """Wait until it says that it serves; False if it ends, or takes too long."""
-        return self._told.wait(SGLANG_START_TIMEOUT_S) and self._child.poll() is None
+        """Wait until it reports that it serves; False if it ends or takes too long."""
+        return self._settled.wait(SGLANG_START_TIMEOUT_S) and self._child.poll() is None
 
     def _read(self) -> None:
         assert self._child.stdout is not None
@@ -129,8 +129,8 @@ class Printed:
             for line in lines:
                 self._lines.append(line.decode(errors="replace"))
                 if SGLANG_SERVES in line:
-                    self._told.set()
-        self._told.set()
+                    self._settled.set()
+        self._settled.set()
 
     def __str__(self) -> str:
         return "".join(self._lines)

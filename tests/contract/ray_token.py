@@ -1,10 +1,10 @@
-"""The token by which what Ray opens to other machines is guarded in tests.
+"""The token that guards the ports of Ray in tests.
 
-Owns nothing but the words. Invariant: one for each process of tests, for Ray reads it once, and a
-second cluster of the process would be dialled with the first one's. Driven by the tests with Ray.
+There is one for each test process, since Ray reads it once, and would use it for a second cluster
+of the process too.
 """
 
 import secrets
 
 RAY_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-"""Environment, to be set before Ray is loaded; otherwise its token would lie in the user's home."""
+"""Environment to set before Ray is loaded; otherwise its token would be in the user's home."""

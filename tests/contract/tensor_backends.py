@@ -1,7 +1,7 @@
-"""The backends that the contract of tensors is held against: our own connections, and Ray.
+"""The backends under the contract of tensors: rollmesh's own connections, and Ray.
 
-Invariant: an owner is another process, which is gone when its `with` ends; nothing here knows more
-of a backend than its door. Driven by test_tensor_backends.py.
+An owner is another process, which ends with its `with` block; tests use only the interface of a
+backend.
 """
 
 import importlib.util
@@ -27,15 +27,15 @@ from tests.contract.tensor_owner import Ask, Count, EndStep, Free, Kind, Put
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 STORE_BYTES = 100 * 2**20
-"""Of Ray's object store, which takes no less than 75 MB."""
+"""Size of Ray's object store, which takes no less than 75 MB."""
 
 
 class OwnerProcess:
-    """tests/contract/tensor_owner.py, asked."""
+    """A process of tests/contract/tensor_owner.py."""
 
     def __init__(self, child: "subprocess.Popen[bytes]") -> None:
         self.child = child
-        self.address: str = self._told()
+        self.address: str = self._answer()
 
     def put(self, kinds: Sequence[Kind], seed: int = 0, step: int = UNTAGGED) -> list[RTensor]:
         return unpack(bytes.fromhex(self._ask(Put([*kinds], seed, step))))
@@ -52,11 +52,11 @@ class OwnerProcess:
         return num_tensors, total_bytes
 
     def retained_bytes(self) -> int:
-        """Freed, and still looked at."""
+        """Bytes that were freed but are still in use."""
         return int(self._ask(Count())[2])
 
     def kill(self) -> None:
-        """It has no say in it."""
+        """Kill it (-9)."""
         self.child.kill()
         self.child.wait()
 
@@ -64,23 +64,23 @@ class OwnerProcess:
         assert self.child.stdin is not None
         self.child.stdin.write(msgspec.json.encode(ask) + b"\n")
         self.child.stdin.flush()
-        return self._told()
+        return self._answer()
 
-    def _told(self) -> Any:
+    def _answer(self) -> Any:
         assert self.child.stdout is not None
         return msgspec.json.decode(self.child.stdout.readline())
 
 
 class Mesh:
-    """Where owners of one kind can be reached; ours."""
+    """A mesh of owners of one kind; this one uses rollmesh's own connections."""
 
     def connect(self) -> TensorBackend:
-        """A consumer's."""
+        """A consumer's backend."""
         return Peers()
 
     @contextmanager
     def owner(self, address: str = "tcp://127.0.0.1:0") -> Iterator[OwnerProcess]:
-        """One that serves there."""
+        """Start an owner that serves at this address."""
         argv = [sys.executable, "-m", "tests.contract.tensor_owner", address, *self._options()]
         with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
             try:
@@ -90,33 +90,33 @@ class Mesh:
 
     @contextmanager
     def serving(self, store: OwnerStore) -> Iterator[None]:
-        """This process is an owner."""
+        """Serve `store` from this process."""
         server = TensorServer(store, "tcp://127.0.0.1:0")
         server.start()
         yield
         server.stop()
 
     def absent(self) -> str:
-        """The address of nobody."""
+        """An address without an owner."""
         return "tcp://127.0.0.1:9"
 
     def parts(self) -> tuple[ModuleType, str, int]:
-        """A constant that makes one call of many parts."""
+        """Patch a constant so that one call has many parts."""
         return peers, "MAX_IDS", 2
 
     def is_at_rest(self) -> bool:
-        """Nothing is left of what was fetched and let go."""
+        """Whether nothing of what was fetched and released is left."""
         return True
 
     def close(self) -> None:
-        """No process of it is left."""
+        """End all of its processes."""
 
     def _options(self) -> list[str]:
         return []
 
 
 class RayMesh(Mesh):
-    """Ray's, with this process at its head; what Ray opens to other machines a token guards."""
+    """A mesh in Ray, whose head is this process; a token guards Ray's ports."""
 
     def __init__(self) -> None:
         os.environ |= RAY_TOKEN

@@ -1,11 +1,10 @@
-"""An owner of tensors in a process of its own, told line by line what to store and what to free.
+"""An owner of tensors in its own process, which stores and frees tensors on request.
 
     python -m tests.contract.tensor_owner tcp://127.0.0.1:0
     python -m tests.contract.tensor_owner ray://NAME --cluster HOST:PORT
 
-Owns how a shard of the contract looks: its bytes follow from a seed and its place. Invariant: each
-line of JSON is answered by one, the first of which is the owner's address. Driven by
-tensor_backends.py, which has both ends of the pipe.
+The bytes of a shard follow from a seed and its position. Each line of JSON is answered by one; the
+first line is the owner's address. Used by tensor_backends.py, which has both ends of the pipe.
 """
 
 import argparse
@@ -31,7 +30,7 @@ Kind = tuple[str, tuple[int, ...]]
 
 
 class Put(msgspec.Struct, tag=True):
-    """Store shards; answered by their handles, packed."""
+    """Store shards; the answer is their packed handles."""
 
     kinds: list[Kind]
     seed: int
@@ -39,26 +38,26 @@ class Put(msgspec.Struct, tag=True):
 
 
 class Free(msgspec.Struct, tag=True):
-    """Clear these, as their owner does; answered by how many there were."""
+    """Clear these as their owner does; the answer is how many there were."""
 
     shard_ids: list[int]
 
 
 class EndStep(msgspec.Struct, tag=True):
-    """Answered by how many were freed."""
+    """The answer is how many were freed."""
 
     step: int
 
 
 class Count(msgspec.Struct, tag=True):
-    """Answered by tensors and bytes that are held, and by bytes that are retained."""
+    """The answer is the number of held tensors and bytes, and of retained bytes."""
 
 
 Ask = Put | Free | EndStep | Count
 
 
 def shard(kind: Kind, seed: int, place: int) -> Content:
-    """What the shard at this place of a Put holds."""
+    """The content of the shard at this position of a Put."""
     dtype, shape = kind
     num_bytes = ITEM_BYTES[dtype] * int(np.prod(shape, dtype=np.int64))
     data = np.frombuffer(np.random.default_rng((seed, place)).bytes(num_bytes), np.uint8)
@@ -66,13 +65,13 @@ def shard(kind: Kind, seed: int, place: int) -> Content:
 
 
 def shards(kinds: Sequence[Kind], seed: int) -> list[Content]:
-    """Those of a Put."""
+    """All shards of a Put."""
     return [shard(kind, seed, place) for place, kind in enumerate(kinds)]
 
 
 @contextmanager
 def served(store: OwnerStore, address: str, cluster: str) -> Iterator[str]:
-    """`store` is reached at the address that is given back."""
+    """Serve `store`; yield its address."""
     if address.startswith("tcp://"):
         server = TensorServer(store, address)
         yield server.start()
@@ -90,7 +89,7 @@ def served(store: OwnerStore, address: str, cluster: str) -> Iterator[str]:
 
 
 def answer(store: OwnerStore, ask: Ask) -> Any:
-    """Do it, and tell."""
+    """Do what is asked; return the answer."""
     match ask:
         case Put(kinds, seed, step):
             return pack(store.put(shards(kinds, seed), step)).hex()
@@ -104,7 +103,7 @@ def answer(store: OwnerStore, ask: Ask) -> Any:
 
 
 def main() -> None:
-    """Answer until nobody asks."""
+    """Answer lines until stdin ends."""
     arguments = argparse.ArgumentParser(prog="python -m tests.contract.tensor_owner")
     arguments.add_argument("address")
     arguments.add_argument("--cluster", default="")
@@ -112,13 +111,13 @@ def main() -> None:
     die_with_parent()
     store = OwnerStore(StoreSettings(max_bytes=MAX_BYTES, lease_s=LEASE_S), SystemClock())
     with closing(store), served(store, options.address, options.cluster) as address:
-        tell(address)
+        print_line(address)
         for line in sys.stdin.buffer:
-            tell(answer(store, msgspec.json.decode(line, type=Ask)))
+            print_line(answer(store, msgspec.json.decode(line, type=Ask)))
 
 
-def tell(what: Any) -> None:
-    """One line."""
+def print_line(what: Any) -> None:
+    """Print one line of JSON."""
     sys.stdout.buffer.write(msgspec.json.encode(what) + b"\n")
     sys.stdout.buffer.flush()
 

@@ -1,8 +1,8 @@
-"""Adapters: loaded by name, asked for by name, forgotten; and weights that change their name alone.
+"""Adapters are loaded, requested and forgotten by name; and weights may change their name only.
 
-SGLang is started anew with room for adapters: what it computes with one is held to our engine's,
-which unit tests hold to merged weights. On a CPU it pads an MLP to a multiple of 64 without its
-adapter's, so this model's is as wide.
+SGLang is restarted with room for adapters: its results with one are compared with the embedded
+engine's, which unit tests compare with merged weights. On a CPU it pads an MLP to a multiple of 64
+without padding its adapter's, so this model's MLP is a multiple of 64.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -33,12 +33,12 @@ from tests.unit.engine.embedded.tiny_adapters import TARGETS, write_adapter
 
 PROMPT = list(range(3, 43))
 LORA = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", *TARGETS)
-"""What SGLang wants to know at its start."""
+"""Flags that SGLang needs at its start."""
 
 
 @pytest.fixture(scope="module")
 def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The contract's model, but for the width of its MLP."""
+    """The contract's model with another width of its MLP."""
     return write_contract_model(tmp_path_factory.mktemp("models") / "wide", intermediate_size=64)
 
 
@@ -54,7 +54,7 @@ def folders(wide_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)],
 )
 def adapting(request: pytest.FixtureRequest, wide_folder: Path) -> Iterator[str]:
-    """Where an engine serves that takes adapters."""
+    """The address of an engine that takes adapters."""
     with ExitStack() as stack:
         if request.param == "embedded":
             yield stack.enter_context(embedded_engine(wide_folder)).address
@@ -99,7 +99,7 @@ async def scores(engine: EngineUnderContract, name: str | None = None) -> list[f
     return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
 
-async def test_each_request_is_answered_by_the_adapter_it_names(
+async def test_each_request_is_answered_with_the_adapter_it_names(
     engine: EngineUnderContract, folders: list[Path], wide_folder: Path
 ) -> None:
     plain = await scores(engine)
@@ -130,18 +130,18 @@ async def test_an_sglang_with_room_for_one_adapter_takes_the_next(
     with sglang_engine(wide_folder, *flags) as process:
         async with HttpClient() as http:
             client = SglangBackend(process.address, http)
-            told = []
+            scored = []
             for at, folder in enumerate([*folders, folders[0]], start=1):
                 await client.pause()
                 await swap_adapter(client, at, folder, adapter_name(at))
                 await client.resume()
                 assert await client.adapters() == [adapter_name(at)]
-                told.append(await client.score(PROMPT, str(at), adapter_name(at)))
-    assert told[0] == pytest.approx(told[2])
-    assert told[0] != pytest.approx(told[1], abs=1e-2)
+                scored.append(await client.score(PROMPT, str(at), adapter_name(at)))
+    assert scored[0] == pytest.approx(scored[2])
+    assert scored[0] != pytest.approx(scored[1], abs=1e-2)
 
 
-async def test_adapters_are_published_in_mid_generation(
+async def test_adapters_are_published_during_generation(
     engine: EngineUnderContract,
     adapting: str,
     folders: list[Path],
@@ -149,8 +149,8 @@ async def test_adapters_are_published_in_mid_generation(
     tmp_path: Path,
 ) -> None:
     first = policy_version_of((await engine.get("/model_info"))["weight_version"]) + 1
-    words = ["-m", "rollmesh.cli.main", "router", "--set", f"run.folder={tmp_path}"]
-    with announced([*words, "--set", "router.beat_s=0.1", "--engine", adapting]) as router:
+    argv = ["-m", "rollmesh.cli.main", "router", "--set", f"run.folder={tmp_path}"]
+    with announced([*argv, "--set", "router.beat_s=0.1", "--engine", adapting]) as router:
         worker = Worker(router.address, VOCAB_SIZE)
         shell = PublishShell(router.address, PublishConfig(lease_s=60.0))
         assert (await shell.publish(first, wide_folder)).updated == (adapting,)
@@ -173,14 +173,14 @@ async def test_adapters_are_published_in_mid_generation(
             assert spanning
             for turn in spanning:
                 num = turn.policy_versions[-1].num_tokens
-                told = await client.score([*WORKERS_PROMPT, *turn.token_ids], "x", newest)
-                assert turn.logprobs[-num:].tolist() == pytest.approx(told[-num:], abs=5e-3)
+                scored = await client.score([*WORKERS_PROMPT, *turn.token_ids], "x", newest)
+                assert turn.logprobs[-num:].tolist() == pytest.approx(scored[-num:], abs=5e-3)
         await shell.publish(first + 3, wide_folder)
         await shell.close()
         await worker.close()
 
 
-async def test_adapter_of_an_unloaded_name_is_a_refusal_that_says_so(
+async def test_an_unknown_adapter_name_is_refused_with_the_reason(
     engine: EngineUnderContract, folders: list[Path]
 ) -> None:
     await load(engine, "gone", folders[0])
@@ -196,7 +196,7 @@ async def test_adapter_of_an_unloaded_name_is_a_refusal_that_says_so(
     assert "LoRA adapter" in response.text
 
 
-async def test_folder_that_is_no_adapter_is_refused_and_the_engine_lives(
+async def test_folder_without_an_adapter_is_refused_and_the_engine_survives(
     engine: EngineUnderContract, tmp_path: Path
 ) -> None:
     body = {"lora_name": "none", "lora_path": str(tmp_path)}
@@ -205,7 +205,7 @@ async def test_folder_that_is_no_adapter_is_refused_and_the_engine_lives(
     assert len(await scores(engine)) == len(PROMPT) - 1
 
 
-async def test_weights_that_are_renamed_stamp_what_they_sample_from_then_on(
+async def test_renamed_weights_stamp_later_samples_with_the_new_name(
     engine: EngineUnderContract, folders: list[Path]
 ) -> None:
     await load(engine, "a", folders[0])

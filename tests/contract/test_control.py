@@ -10,27 +10,27 @@ from tests.contract.engines import LONG, WAIT_S, EngineUnderContract, Json
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18]
 GOES_ON: Json = {"max_new_tokens": 1000, "ignore_eos": True}
 SHARED: Json = {"max_new_tokens": 900, "ignore_eos": True}
-"""So long, and yet as many as may run at once have room in memory beside each other."""
+"""A long output of which as many as may run at once still fit in memory together."""
 LATER: Json = {"max_new_tokens": 200, "ignore_eos": True}
 
 
 async def cut_short(engine: EngineUnderContract, order: str, **body: object) -> list[Json]:
-    """The events of a long stream during whose run `order` was given."""
-    told: list[Json] = []
+    """Give `order` during a long stream; return the stream's events."""
+    events: list[Json] = []
     async with engine.streaming(
         PROMPT, sampling_params=LONG, rid="long", return_logprob=True
     ) as stream:
         async for event in stream:
-            if not told:
+            if not events:
                 response = await engine.post(order, **body)
                 assert response.status_code == 200
-            told.append(event)
-    return told
+            events.append(event)
+    return events
 
 
-async def test_an_aborted_stream_ends_with_what_there_is(engine: EngineUnderContract) -> None:
-    told = await cut_short(engine, "/abort_request", rid="long")
-    meta = told[-1]["meta_info"]
+async def test_an_aborted_stream_ends_with_the_tokens_so_far(engine: EngineUnderContract) -> None:
+    events = await cut_short(engine, "/abort_request", rid="long")
+    meta = events[-1]["meta_info"]
     assert meta["finish_reason"]["type"] == "abort"
     assert 0 < meta["completion_tokens"] < 3000
     assert meta["output_token_logprobs_length"] == meta["completion_tokens"]
@@ -40,13 +40,13 @@ async def test_an_aborted_stream_ends_with_what_there_is(engine: EngineUnderCont
 async def test_abort_all_ends_all(engine: EngineUnderContract) -> None:
     plain = asyncio.create_task(engine.generate(PROMPT, sampling_params=LONG, rid="plain"))
     await engine.until_running(1)
-    told = await cut_short(engine, "/abort_request", abort_all=True)
-    assert told[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    events = await cut_short(engine, "/abort_request", abort_all=True)
+    assert events[-1]["meta_info"]["finish_reason"]["type"] == "abort"
     answer = await plain
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-async def test_aborting_what_is_unknown_is_answered_and_does_nothing(
+async def test_aborting_an_unknown_request_is_answered_and_has_no_effect(
     engine: EngineUnderContract,
 ) -> None:
     assert (await engine.post("/abort_request", rid="later")).status_code == 200
@@ -54,19 +54,19 @@ async def test_aborting_what_is_unknown_is_answered_and_does_nothing(
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
 
 
-async def test_an_abort_that_is_said_again_ends_it_once(engine: EngineUnderContract) -> None:
+async def test_a_repeated_abort_ends_a_request_once(engine: EngineUnderContract) -> None:
     async with engine.streaming(PROMPT, sampling_params=LONG, rid="twice") as stream:
         await anext(stream)
         for _ in range(3):
             assert (await engine.post("/abort_request", rid="twice")).status_code == 200
-        told = [event async for event in stream]
-    ends = [e["meta_info"]["finish_reason"] for e in told if e["meta_info"]["finish_reason"]]
+        events = [event async for event in stream]
+    ends = [e["meta_info"]["finish_reason"] for e in events if e["meta_info"]["finish_reason"]]
     assert [end["type"] for end in ends] == ["abort"]
     again = await engine.generate(PROMPT, rid="twice")
     assert again["meta_info"]["finish_reason"]["type"] == "length"
 
 
-async def test_a_cut_generation_goes_on_from_its_exact_tokens_under_another_key(
+async def test_a_cut_generation_resumes_from_its_exact_tokens_under_another_key(
     engine: EngineUnderContract,
 ) -> None:
     greedy = {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True}
@@ -89,7 +89,7 @@ async def test_a_cut_generation_goes_on_from_its_exact_tokens_under_another_key(
     assert first + resumed["output_ids"] == whole["output_ids"]
 
 
-async def test_what_finds_the_queue_full_is_told_to_come_back(engine: EngineUnderContract) -> None:
+async def test_a_request_to_a_full_queue_gets_a_retry_answer(engine: EngineUnderContract) -> None:
     info = await engine.get("/server_info")
     held: list[asyncio.Task[httpx.Response]] = []
     for num in (info["max_running_requests"], info["max_queued_requests"]):
@@ -121,7 +121,9 @@ async def test_no_disconnect_leaves_anything_running(engine: EngineUnderContract
     assert again["meta_info"]["finish_reason"]["type"] == "length"
 
 
-async def test_a_second_request_of_a_live_id_is_refused(engine: EngineUnderContract) -> None:
+async def test_a_second_request_with_the_id_of_a_running_one_is_refused(
+    engine: EngineUnderContract,
+) -> None:
     async with engine.streaming(PROMPT, sampling_params=LONG, rid="twin") as stream:
         await anext(stream)
         response = await engine.post("/generate", input_ids=[1], rid="twin")
@@ -143,11 +145,11 @@ async def test_a_client_that_leaves_aborts_its_request(engine: EngineUnderContra
     await engine.until_idle()
 
 
-async def test_pause_abort_ends_what_runs_and_holds_what_comes(
+async def test_pause_abort_ends_running_requests_and_holds_new_ones(
     engine: EngineUnderContract,
 ) -> None:
-    told = await cut_short(engine, "/pause_generation", mode="abort")
-    assert told[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    events = await cut_short(engine, "/pause_generation", mode="abort")
+    assert events[-1]["meta_info"]["finish_reason"]["type"] == "abort"
     held = asyncio.create_task(engine.generate(PROMPT, rid="held"))
     assert (await engine.post("/flush_cache")).status_code == 200
     done, _ = await asyncio.wait([held], timeout=0.2)
@@ -157,13 +159,13 @@ async def test_pause_abort_ends_what_runs_and_holds_what_comes(
 
 
 @pytest.mark.parametrize(("mode", "retractions"), [("retract", 1), ("in_place", 0)])
-async def test_a_paused_request_goes_on_and_its_versions_are_spans(
+async def test_a_paused_request_continues_and_its_versions_are_spans(
     engine: EngineUnderContract, mode: str, retractions: int
 ) -> None:
     before = (await engine.get("/model_info"))["weight_version"]
-    told: list[Json] = []
+    events: list[Json] = []
     async with engine.streaming(PROMPT, sampling_params=GOES_ON) as stream:
-        told.append(await anext(stream))
+        events.append(await anext(stream))
         assert (await engine.post("/pause_generation", mode=mode)).status_code == 200
         flushed = (await engine.post("/flush_cache")).status_code
         updated = await engine.post(
@@ -174,9 +176,9 @@ async def test_a_paused_request_goes_on_and_its_versions_are_spans(
         )
         assert updated.json()["success"] is True
         assert (await engine.post("/continue_generation")).status_code == 200
-        told += [event async for event in stream]
+        events += [event async for event in stream]
     assert flushed == (200 if mode == "retract" else 400)
-    meta = told[-1]["meta_info"]
+    meta = events[-1]["meta_info"]
     assert meta["finish_reason"] == {"type": "length", "length": 1000}
     assert meta["num_retractions"] == retractions
     first, second = meta["weight_versions"]
@@ -216,7 +218,7 @@ async def test_an_update_names_the_weights_and_forgets_prefixes(
     assert (await engine.get("/model_info"))["weight_version"] == "41"
 
 
-async def test_a_busy_engine_updates_when_what_runs_has_ended(
+async def test_a_busy_engine_updates_after_its_running_requests(
     engine: EngineUnderContract,
 ) -> None:
     before = (await engine.get("/model_info"))["weight_version"]
@@ -227,26 +229,26 @@ async def test_a_busy_engine_updates_when_what_runs_has_ended(
                 "/update_weights_from_disk", model_path=engine.model_path, weight_version="51"
             )
         )
-        told = [event async for event in stream]
+        events = [event async for event in stream]
     assert (await updating).json()["success"] is True
-    spans = told[-1]["meta_info"]["weight_versions"]
+    spans = events[-1]["meta_info"]["weight_versions"]
     assert spans == [{"version": before, "start": 0, "end": 200}]
     assert (await engine.generate(PROMPT))["meta_info"]["weight_version"] == "51"
 
 
-async def test_an_update_may_abort_what_runs(engine: EngineUnderContract) -> None:
-    told = await cut_short(
+async def test_an_update_may_abort_running_requests(engine: EngineUnderContract) -> None:
+    events = await cut_short(
         engine,
         "/update_weights_from_disk",
         model_path=engine.model_path,
         weight_version="61",
         abort_all_requests=True,
     )
-    assert told[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert events[-1]["meta_info"]["finish_reason"]["type"] == "abort"
     assert (await engine.get("/model_info"))["weight_version"] == "61"
 
 
-async def test_an_update_from_no_model_is_refused_and_the_engine_lives(
+async def test_an_update_from_an_invalid_folder_is_refused_and_the_engine_survives(
     engine: EngineUnderContract,
 ) -> None:
     before = await engine.get("/model_info")
@@ -261,7 +263,7 @@ async def test_an_update_from_no_model_is_refused_and_the_engine_lives(
     await engine.generate(PROMPT)
 
 
-async def test_a_pause_may_be_repeated_and_a_continue_may_come_alone(
+async def test_a_pause_may_be_repeated_and_a_continue_needs_no_pause(
     engine: EngineUnderContract,
 ) -> None:
     for order in ("/pause_generation", "/pause_generation", "/continue_generation"):

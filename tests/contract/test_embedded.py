@@ -1,4 +1,4 @@
-"""The embedded engine alone: its process, and where it is kinder than SGLang on purpose.
+"""The embedded engine only: its process, and where it deliberately accepts more than SGLang.
 
 docs/reference/engine.md lists these differences.
 """
@@ -41,7 +41,7 @@ def client(process: EngineProcess) -> Iterator[httpx.Client]:
         found.post("/continue_generation")
 
 
-def test_it_reports_once_it_serves(process: EngineProcess) -> None:
+def test_the_engine_reports_ready_once_it_serves(process: EngineProcess) -> None:
     assert process.ready["role"] == "engine"
     assert process.ready["pid"] == process.pid
     assert httpx.get(process.address + "/model_info").json()["weight_version"] == "0"
@@ -54,7 +54,7 @@ def test_without_a_tokenizer_answers_carry_no_text(client: httpx.Client) -> None
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "reason"),
     [
         ({"input_ids": [1, 999]}, "token id 999 is not in the vocabulary of 265 tokens"),
         ({"input_ids": [-1]}, "token id -1 is not in the vocabulary"),
@@ -68,18 +68,18 @@ def test_without_a_tokenizer_answers_carry_no_text(client: httpx.Client) -> None
         ({"input_ids": [1], "image_data": "x"}, "image_data is not run by the embedded engine"),
     ],
 )
-def test_what_would_kill_or_confuse_sglang_is_a_400_in_one_line(
-    client: httpx.Client, body: dict[str, object], says: str
+def test_a_request_that_would_kill_or_confuse_sglang_is_a_one_line_400(
+    client: httpx.Client, body: dict[str, object], reason: str
 ) -> None:
     response = client.post("/generate", json=body)
     assert response.status_code == 400
     message = response.json()["error"]["message"]
-    assert says in message
+    assert reason in message
     assert "\n" not in message
     assert client.post("/generate", json={"input_ids": PROMPT}).status_code == 200
 
 
-def test_what_arrived_in_a_pause_can_be_aborted_in_it(client: httpx.Client) -> None:
+def test_a_request_that_arrives_in_a_pause_can_be_aborted_in_it(client: httpx.Client) -> None:
     client.post("/pause_generation", json={"mode": "abort"})
     body = {"input_ids": PROMPT, "stream": True, "rid": "held"}
     with client.stream("POST", "/generate", json=body) as response:
@@ -99,7 +99,7 @@ def test_an_update_that_would_flush_memory_in_use_is_refused(
 ) -> None:
     body = {"input_ids": PROMPT, "stream": True, "sampling_params": LONG}
     with client.stream("POST", "/generate", json=body) as response:
-        lines = response.iter_lines()  # kept: when it goes, the connection goes
+        lines = response.iter_lines()  # kept: the connection closes when the response is collected
         next(lines)
         client.post("/pause_generation", json={"mode": "in_place"})
         refused = client.post("/update_weights_from_disk", json={"model_path": str(model_folder)})
@@ -107,10 +107,10 @@ def test_an_update_that_would_flush_memory_in_use_is_refused(
     assert "flush_cache false" in refused.json()["message"]
 
 
-def test_what_is_not_all_of_the_model_does_not_take_over(
+def test_a_part_of_the_model_is_refused(
     client: httpx.Client, model_folder: Path, tmp_path: Path
 ) -> None:
-    """SGLang takes a part, and serves both."""
+    """SGLang accepts a part, and serves a mixture."""
     weights = load_file(model_folder / "model.safetensors")
     few = {"model.norm.weight": 2 * weights["model.norm.weight"]}
     buffer = WeightBuffer()
@@ -129,10 +129,10 @@ def test_what_is_not_all_of_the_model_does_not_take_over(
     buffer.close()
 
 
-def test_a_bracket_that_was_left_with_a_part_of_the_model_is_closed(
+def test_an_abandoned_transfer_session_with_a_part_of_the_model_is_closed(
     client: httpx.Client, model_folder: Path, tmp_path: Path
 ) -> None:
-    """Its publisher was killed; the next one is not refused for that."""
+    """Its publisher was killed; the next publisher is not refused."""
     weights = load_file(model_folder / "model.safetensors")
     buffer = WeightBuffer()
     part = buffer.store(weights, {"model.norm.weight"}, tmp_path)
@@ -151,7 +151,7 @@ def test_a_bracket_that_was_left_with_a_part_of_the_model_is_closed(
 
 @pytest.fixture
 def laid(client: httpx.Client, model_folder: Path, tmp_path: Path) -> Iterator[SharedSegment]:
-    """All of the model, in memory that a test may take away."""
+    """All of the model, in memory that a test may remove."""
     weights = load_file(model_folder / "model.safetensors")
     buffer = WeightBuffer()
     part = buffer.store(weights, set(weights), tmp_path)
@@ -162,7 +162,7 @@ def laid(client: httpx.Client, model_folder: Path, tmp_path: Path) -> Iterator[S
     client.post("/update_weight_version", json={"new_version": "0"})
 
 
-def test_what_is_staged_is_used_once_by_the_update_that_says_the_same(
+def test_staged_weights_are_used_once_by_the_matching_update(
     client: httpx.Client, laid: SharedSegment
 ) -> None:
     assert update_from(client, laid, path="/stage_weights").status_code == 200
@@ -175,7 +175,7 @@ def test_what_is_staged_is_used_once_by_the_update_that_says_the_same(
     assert client.get("/model_info").json()["weight_version"] == "9"
 
 
-def test_what_is_staged_of_one_version_is_not_another(
+def test_staged_weights_of_one_version_are_not_used_for_another(
     client: httpx.Client, laid: SharedSegment
 ) -> None:
     assert update_from(client, laid, path="/stage_weights").status_code == 200
@@ -185,7 +185,7 @@ def test_what_is_staged_of_one_version_is_not_another(
     assert client.post("/end_weight_update").status_code == 200
 
 
-def test_staging_that_cannot_be_read_is_a_400_and_stages_nothing(
+def test_unreadable_staging_is_a_400_and_stages_nothing(
     client: httpx.Client, laid: SharedSegment
 ) -> None:
     gone = msgspec.structs.replace(laid, path=f"/dev/shm/rollmesh-{os.getuid()}-none")
@@ -196,7 +196,7 @@ def test_staging_that_cannot_be_read_is_a_400_and_stages_nothing(
     assert client.post("/stage_weights", json={"serialized_named_tensors": []}).status_code == 400
 
 
-async def test_in_its_pause_an_engine_copies_nothing_that_it_could_copy_before(
+async def test_a_paused_engine_copies_only_what_it_could_not_copy_before(
     client: httpx.Client, laid: SharedSegment
 ) -> None:
     carrier, payload = TensorTransport(), Payload(9, "/none", (laid,))
@@ -212,10 +212,8 @@ async def test_in_its_pause_an_engine_copies_nothing_that_it_could_copy_before(
 
 
 @pytest.mark.parametrize("path", ["/dev/shm/no-such-memory", "/dev/null"])
-def test_memory_that_is_not_there_is_a_400_and_the_engine_lives(
-    path: str, client: httpx.Client
-) -> None:
-    """SGLang ends."""
+def test_missing_memory_is_a_400_and_the_engine_survives(path: str, client: httpx.Client) -> None:
+    """SGLang would exit."""
     assert client.post("/begin_weight_update").status_code == 200
     piece = TensorPiece("model.norm.weight", "float32", (32,), 0, 128)
     refused = update_from(client, SharedSegment(path, (piece,)))
@@ -232,7 +230,7 @@ def update_from(
     policy_version: str = "9",
     path: str = "/update_weights_from_tensor",
 ) -> httpx.Response:
-    """Tell the engine of weights in memory."""
+    """Send the engine an update from memory."""
     body = {"serialized_named_tensors": encode_parts([part]), "load_format": LOAD_FORMAT}
     return client.post(path, json=body | {"weight_version": policy_version})
 
@@ -248,7 +246,7 @@ def test_a_seed_repeats_an_answer(client: httpx.Client) -> None:
     assert sampled(5) != sampled(6)
 
 
-def test_sigterm_ends_it_even_in_mid_stream(model_folder: Path) -> None:
+def test_sigterm_ends_the_engine_even_during_a_stream(model_folder: Path) -> None:
     with embedded_engine(model_folder) as process:
         body = {"input_ids": PROMPT, "stream": True, "sampling_params": LONG}
         url = process.address + "/generate"
@@ -258,4 +256,4 @@ def test_sigterm_ends_it_even_in_mid_stream(model_folder: Path) -> None:
             process.child.terminate()
             assert process.child.wait(WAIT_S) == 0
             with pytest.raises(httpx.TransportError):
-                deque(lines)  # it has not gone on to its length
+                deque(lines)  # it has not run to its full length

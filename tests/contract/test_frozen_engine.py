@@ -1,7 +1,7 @@
-"""An engine process that is frozen in mid-turn, and thaws: its turn goes on elsewhere, once.
+"""An engine process that is frozen during a turn: the turn resumes once on another engine.
 
-SIGSTOP looks from outside as a hung driver or a paused container does: connections stay open, new
-ones are accepted by the kernel, nothing is answered, nothing fails.
+From outside, SIGSTOP looks like a hung driver or a paused container: connections stay open, the
+kernel accepts new ones, nothing is answered, nothing fails.
 """
 
 import asyncio
@@ -29,18 +29,18 @@ from tests.flow.gateway_process import Gateway, finish, serving
 
 INCREMENTAL = "--incremental-streaming-output"
 LEFT_AFTER_S = 1.0
-"""Longer than any silence of an engine that runs, and less than two probes take."""
+"""Longer than any silence of a running engine, and shorter than two probes."""
 NUM_TOKENS = 2000
 """A second or two of generation."""
 VOCAB_SIZE = 265
 ENDS = (256, 258)
 """Forbidden, so that no turn ends before its length."""
 AROUND = 100
-"""Tokens before and after a seam that are judged."""
+"""Tokens before and after a seam that are compared."""
 
 
 class Watched:
-    """One streamed turn, and when its tokens came."""
+    """One streamed turn, and the times of its tokens."""
 
     def __init__(self, gateway: Gateway, opened: dict[str, str]) -> None:
         self.opened = opened
@@ -48,7 +48,7 @@ class Watched:
         self.text = ""
         self.finish_reason = ""
         self.begun = asyncio.Event()
-        """It has so many tokens that a seam will have AROUND before it."""
+        """Set when a seam would have AROUND tokens before it."""
         self.went_on_s = 0.0
         """When the longest silence ended."""
         self.silence_s = 0.0
@@ -57,7 +57,7 @@ class Watched:
         self._gateway = gateway
 
     async def watch(self) -> None:
-        """Ask, and read to the end."""
+        """Make the call, and read to the end."""
         loop = asyncio.get_running_loop()
         last_s = 0.0
         async for choice in self._choices():
@@ -91,7 +91,7 @@ class Watched:
 
 @contextmanager
 def frozen(engine: EngineProcess) -> Iterator[None]:
-    """Stopped until the block ends, with all that it started."""
+    """Stop the engine and its descendants until the block ends."""
     process = psutil.Process(engine.pid)
     family = [process, *process.children(recursive=True)]
     for member in family:
@@ -107,7 +107,7 @@ def frozen(engine: EngineProcess) -> Iterator[None]:
     scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)]
 )
 def victim(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[EngineProcess]:
-    """One to be frozen."""
+    """The engine that is frozen."""
     if request.param == "embedded":
         engine = embedded_engine(model_folder, INCREMENTAL)
     elif SGLANG_INSTALLED.exists():
@@ -120,13 +120,13 @@ def victim(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Engin
 
 @pytest.fixture(scope="module")
 def other(model_folder: Path) -> Iterator[EngineProcess]:
-    """One beside it."""
+    """Another engine."""
     with embedded_engine(model_folder, INCREMENTAL) as process:
         yield process
 
 
 async def until_all_ready(gateway: Gateway) -> None:
-    """Asked again and again, since nothing is told."""
+    """Poll until all are ready."""
     async with asyncio.timeout(WAIT_S):
         while True:
             _, health = await gateway.admin("GET", "/healthz")
@@ -135,12 +135,12 @@ async def until_all_ready(gateway: Gateway) -> None:
 
 
 async def figures(gateway: Gateway, *names: str) -> list[float]:
-    _, told = await gateway.admin("GET", "/metrics")
-    return [float(re.findall(rf"^rollmesh_{name} (\S+)$", told, re.M)[0]) for name in names]
+    _, metrics = await gateway.admin("GET", "/metrics")
+    return [float(re.findall(rf"^rollmesh_{name} (\S+)$", metrics, re.M)[0]) for name in names]
 
 
 def assert_has_each_token_once(turn: Watched, account: Any) -> None:
-    """The session's one sample is what the client was told."""
+    """Check that the session's one sample is what the client received."""
     [sample] = account["samples"]
     num_prompt = len(sample["token_ids"]) - NUM_TOKENS
     assert sample["token_ids"][num_prompt:] == turn.token_ids
@@ -148,7 +148,7 @@ def assert_has_each_token_once(turn: Watched, account: Any) -> None:
 
 
 async def assert_goes_on_over_its_seam(turn: Watched, account: Any, judge: EngineProcess) -> None:
-    """`judge` finds each token around the seam as likely after those before it as was recorded."""
+    """Check that `judge` finds each token around the seam as likely as it was recorded."""
     [sample] = account["samples"]
     seam = len(sample["token_ids"]) - NUM_TOKENS + turn.seam
     places = range(seam - AROUND, min(seam + AROUND, len(sample["token_ids"])))
@@ -163,9 +163,11 @@ async def assert_goes_on_over_its_seam(turn: Watched, account: Any, judge: Engin
         )
     tops = answer["meta_info"]["input_top_logprobs"]
     scored = []
-    for place, top in zip(places, tops[1:], strict=True):  # the first has none
+    for place, top in zip(
+        places, tops[1:], strict=True
+    ):  # the first silence has no tokens before it
         logprobs = {token: logprob for logprob, token, _ in top}
-        # The judge scores among all tokens; the turn was drawn among all but ENDS.
+        # The judge scores among all tokens; the turn was sampled among all except ENDS.
         of_ends = sum(math.exp(logprobs[token]) for token in ENDS)
         scored.append(logprobs[ids[place]] - math.log1p(-of_ends))
     recorded = sample["logprobs"][places.start : places.stop]
@@ -173,10 +175,10 @@ async def assert_goes_on_over_its_seam(turn: Watched, account: Any, judge: Engin
 
 
 async def cut_by_a_freeze(pair: list[Watched], victim: EngineProcess) -> Watched | None:
-    """Watch both, and freeze `victim` meanwhile; the turn that was there, if it was."""
+    """Watch both turns, and freeze `victim` meanwhile; return the turn that ran there, if any."""
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
         watching = []
-        for turn in pair:  # each goes to the engine with less to do, so one of them to the victim
+        for turn in pair:  # each goes to the engine with less load, so one of them to the victim
             watching.append(group.create_task(turn.watch()))
             await turn.begun.wait()
         with frozen(victim):
@@ -186,12 +188,12 @@ async def cut_by_a_freeze(pair: list[Watched], victim: EngineProcess) -> Watched
     return cut if cut.silence_s > LEFT_AFTER_S and cut.went_on_s > frozen_s else None
 
 
-async def test_a_turn_whose_engine_freezes_goes_on_elsewhere_and_is_counted_once(
+async def test_a_turn_whose_engine_freezes_resumes_on_another_and_is_counted_once(
     victim: EngineProcess, other: EngineProcess, model_folder: Path, tmp_path: Path
 ) -> None:
-    words = ["--model-dir", str(model_folder)]
-    words += ["--engine", victim.address, "--engine", other.address]
-    async with serving(tmp_path, *words) as gateway:
+    args = ["--model-dir", str(model_folder)]
+    args += ["--engine", victim.address, "--engine", other.address]
+    async with serving(tmp_path, *args) as gateway:
         turns, cut = list[Watched](), None
         while cut is None:  # the turns were over, or almost
             await until_all_ready(gateway)

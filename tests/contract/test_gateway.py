@@ -1,6 +1,7 @@
-"""The contract of the pair: `rollmesh gateway` before each engine, driven as an agent drives it.
+"""The contract of the pair: `rollmesh gateway` in front of each engine, used as an agent uses it.
 
-What a session hands out at its end is held to the engine itself: it scores the same tokens alike.
+The samples of a session are compared with the engine itself, which must score the same tokens
+alike.
 """
 
 import json
@@ -21,11 +22,11 @@ LOOK = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"
 TOOLS = [{"type": "function", "function": LOOK}]
 
 ENDLESS: Json = {"max_tokens": 3000, "logit_bias": {"256": -100, "258": -100}}
-"""Without its end tokens; so many at once run for seconds."""
+"""Without end tokens; this many concurrent ones run for seconds."""
 
 
 class Caller:
-    """One session of a gateway, and the admin's side of it."""
+    """One session of a gateway, with admin calls."""
 
     def __init__(self, process: EngineProcess, token: str, opened: Json) -> None:
         self.opened = opened
@@ -40,7 +41,7 @@ class Caller:
         return answer
 
     async def stream(self, path: str, **body: Any) -> list[Json]:
-        """The events' data."""
+        """Yield the data of the stream's events."""
         return [event async for event in self.events(path, **body)]
 
     async def events(self, path: str, **body: Any) -> AsyncGenerator[Json, None]:
@@ -55,20 +56,20 @@ class Caller:
                     yield json.loads(line.removeprefix("data: "))
 
     async def samples(self) -> list[Json]:
-        """What the session holds, at its end."""
+        """The samples of the session, at its end."""
         found: list[Json] = (await self.account())["samples"]
         return found
 
     async def account(self) -> Json:
-        """All that is told at its end."""
+        """The account of the session, at its end."""
         path = f"/admin/sessions/{self.opened['session_id']}/finish"
         response = await self.client.post(path, json={}, headers=self._admin)
         assert response.status_code == 200, response.text
-        told: Json = response.json()
-        return told
+        account: Json = response.json()
+        return account
 
 
-class Door:
+class RunningGateway:
     """A running gateway."""
 
     def __init__(self, process: EngineProcess, token_file: Path) -> None:
@@ -76,7 +77,7 @@ class Door:
         self._token = token_file.read_text().strip()
 
     async def session(self, **asked: Any) -> Caller:
-        """A new session, once there is an engine for it."""
+        """Open a session, once there is an engine for it."""
         headers = {"Authorization": f"Bearer {self._token}"}
         async with httpx.AsyncClient(base_url=self._process.address, timeout=WAIT_S) as client:
             while (await client.get("/healthz")).json()["status"] != "ok":
@@ -88,15 +89,15 @@ class Door:
 @pytest.fixture(scope="session")
 def door(
     address: str, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Door]:
-    """A gateway before the engine under contract."""
+) -> Iterator[RunningGateway]:
+    """A gateway in front of the engine under contract."""
     token_file = tmp_path_factory.mktemp("gateway") / "token"
     with gateway([address], model_folder, token_file) as process:
-        yield Door(process, token_file)
+        yield RunningGateway(process, token_file)
 
 
 async def assert_engine_scores_alike(engine: EngineUnderContract, samples: list[Json]) -> int:
-    """The number of sampled tokens, each of which the engine finds as likely as was recorded."""
+    """Check that the engine scores each sampled token as recorded; return their number."""
     num_sampled = 0
     for sample in samples:
         answer = await engine.generate(
@@ -113,8 +114,8 @@ async def assert_engine_scores_alike(engine: EngineUnderContract, samples: list[
     return num_sampled
 
 
-async def test_every_dialect_answers_and_what_is_recorded_is_what_was_sampled(
-    engine: EngineUnderContract, door: Door
+async def test_every_dialect_answers_and_records_what_was_sampled(
+    engine: EngineUnderContract, door: RunningGateway
 ) -> None:
     caller = await door.session()
     asks: list[tuple[str, Json, str]] = [
@@ -122,19 +123,19 @@ async def test_every_dialect_answers_and_what_is_recorded_is_what_was_sampled(
         (MESSAGES, {"messages": HELLO, "max_tokens": 9}, "message_stop"),
         (RESPONSES, {"input": "hello", "max_output_tokens": 9}, "response.incomplete"),
     ]
-    num_told = 0
+    num_reported = 0
     for path, body, last_kind in asks:
         usage = (await caller.ask(path, **body))["usage"]
-        num_told += usage.get("completion_tokens") or usage["output_tokens"]
+        num_reported += usage.get("completion_tokens") or usage["output_tokens"]
         last = (await caller.stream(path, **body))[-1]
         assert (last.get("type") or last["object"]) in (last_kind, "response.completed")
     num_sampled = await assert_engine_scores_alike(engine, await caller.samples())
-    assert num_told < num_sampled <= 6 * 9
+    assert num_reported < num_sampled <= 6 * 9
     await caller.client.aclose()
 
 
-async def test_session_goes_on_where_weights_get_a_name_or_a_lower_number(
-    engine: EngineUnderContract, door: Door
+async def test_session_continues_when_weights_get_a_name_or_a_lower_number(
+    engine: EngineUnderContract, door: RunningGateway
 ) -> None:
     caller = await door.session()
     before = (await engine.get("/model_info"))["weight_version"]
@@ -142,8 +143,8 @@ async def test_session_goes_on_where_weights_get_a_name_or_a_lower_number(
         for name in ("7", "step_8", "3"):
             renamed = await engine.post("/update_weight_version", new_version=name)
             assert renamed.status_code == 200
-            said = [{"role": "user", "content": f"hello {name}"}]
-            await caller.ask(CHAT, messages=said, max_tokens=5)
+            messages = [{"role": "user", "content": f"hello {name}"}]
+            await caller.ask(CHAT, messages=messages, max_tokens=5)
     finally:
         await engine.post("/update_weight_version", new_version=before)
     account = await caller.account()
@@ -156,8 +157,8 @@ async def test_session_goes_on_where_weights_get_a_name_or_a_lower_number(
     await caller.client.aclose()
 
 
-async def test_a_forced_call_under_a_grammar_is_told_as_a_call(
-    engine: EngineUnderContract, door: Door
+async def test_a_forced_call_under_a_grammar_is_returned_as_a_call(
+    engine: EngineUnderContract, door: RunningGateway
 ) -> None:
     caller = await door.session(sampling="eval")
     body: Json = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", "max_tokens": 60}
@@ -175,8 +176,8 @@ async def test_a_forced_call_under_a_grammar_is_told_as_a_call(
     await caller.client.aclose()
 
 
-async def test_a_schema_binds_what_every_dialect_answers(
-    engine: EngineUnderContract, door: Door
+async def test_a_schema_constrains_answers_in_every_dialect(
+    engine: EngineUnderContract, door: RunningGateway
 ) -> None:
     caller = await door.session(sampling="eval")
     schema = {"enum": ["yes", "no"]}
@@ -184,14 +185,14 @@ async def test_a_schema_binds_what_every_dialect_answers(
     chat = await caller.ask(CHAT, messages=HELLO, max_tokens=40, response_format=asked)
     assert json.loads(chat["choices"][0]["message"]["content"]) in ("yes", "no")
     text = {"format": {"type": "json_schema", "name": "told", "schema": schema}}
-    told = await caller.ask(RESPONSES, input="hello", max_output_tokens=40, text=text)
-    (item,) = told["output"]
+    answer = await caller.ask(RESPONSES, input="hello", max_output_tokens=40, text=text)
+    (item,) = answer["output"]
     assert json.loads(item["content"][0]["text"]) in ("yes", "no")
     await caller.client.aclose()
 
 
-async def test_agents_that_leave_leave_nothing_running(
-    engine: EngineUnderContract, door: Door
+async def test_agents_that_disconnect_leave_nothing_running(
+    engine: EngineUnderContract, door: RunningGateway
 ) -> None:
     async with AsyncExitStack() as stack:
         callers = [await door.session(sampling="eval") for _ in range(16)]
@@ -207,7 +208,7 @@ async def test_agents_that_leave_leave_nothing_running(
 
 
 async def is_caught(victim: EngineProcess) -> bool:
-    """Whether `victim` is in the middle of a turn, at which it then stands still."""
+    """Whether `victim` is stopped in the middle of a turn."""
     async with httpx.AsyncClient(base_url=victim.address, timeout=WAIT_S) as client:
         await client.post("/pause_generation", json={"mode": "in_place"})
         (load,) = (await client.get("/v1/loads")).json()["loads"]
@@ -216,17 +217,18 @@ async def is_caught(victim: EngineProcess) -> bool:
         return bool(load["num_running_reqs"])
 
 
-async def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_its_exact_tokens(
+async def test_a_turn_whose_engine_dies_resumes_on_another_from_its_exact_tokens(
     engine: EngineUnderContract, address: str, model_folder: Path, tmp_path: Path
 ) -> None:
     token_file = tmp_path / "token"
-    # Of other weights it would be given nothing, and tests before this one have renamed them.
+    # Under another version the engine would get no turn, and earlier tests have renamed the
+    # weights.
     serving = (await engine.get("/model_info"))["weight_version"]
     with (
         embedded_engine(model_folder, "--weight-version", serving) as victim,
         gateway([victim.address, address], model_folder, token_file) as process,
     ):
-        door = Door(process, token_file)
+        door = RunningGateway(process, token_file)
         callers: list[Caller] = []
         streams: list[AsyncGenerator[Json, None]] = []
         while not streams or not await is_caught(victim):
@@ -234,8 +236,8 @@ async def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_its_exact_tokens(
             streams.append(callers[-1].events(CHAT, messages=HELLO, max_tokens=400))
             await anext(streams[-1])
         victim.child.kill()
-        told = [event async for event in streams[-1]]
-        assert told[-1]["choices"][0]["finish_reason"] in ("stop", "length")
+        events = [event async for event in streams[-1]]
+        assert events[-1]["choices"][0]["finish_reason"] in ("stop", "length")
         num_sampled = await assert_engine_scores_alike(engine, await callers[-1].samples())
         assert num_sampled > 1
         for caller, stream in zip(callers, streams, strict=True):

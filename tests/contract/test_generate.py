@@ -1,4 +1,4 @@
-"""The contract of /generate: what is asked, what is answered, in which form."""
+"""The contract of /generate: requests, answers and their forms."""
 
 import asyncio
 import math
@@ -12,7 +12,7 @@ PROMPT = [11, 12, 13, 14, 15, 16, 17, 18]
 GREEDY: Json = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
-async def test_an_answer_tells_tokens_logprobs_and_versions(engine: EngineUnderContract) -> None:
+async def test_an_answer_has_tokens_logprobs_and_versions(engine: EngineUnderContract) -> None:
     answer = await engine.generate(PROMPT, sampling_params=GREEDY, return_logprob=True, rid="mine")
     meta = answer["meta_info"]
     assert len(answer["output_ids"]) == 6
@@ -30,13 +30,13 @@ async def test_an_answer_tells_tokens_logprobs_and_versions(engine: EngineUnderC
     assert meta["num_retractions"] == 0
 
 
-async def test_logprobs_are_told_only_when_asked(engine: EngineUnderContract) -> None:
+async def test_logprobs_are_returned_only_on_request(engine: EngineUnderContract) -> None:
     meta = (await engine.generate(PROMPT))["meta_info"]
     assert "output_token_logprobs" not in meta
     assert "input_token_logprobs" not in meta
 
 
-async def test_greedy_repeats_itself(engine: EngineUnderContract) -> None:
+async def test_greedy_sampling_repeats_itself(engine: EngineUnderContract) -> None:
     first = await engine.generate(PROMPT, sampling_params=GREEDY, return_logprob=True)
     again = await engine.generate(PROMPT, sampling_params=GREEDY, return_logprob=True)
     assert again["output_ids"] == first["output_ids"]
@@ -60,7 +60,7 @@ async def test_extra_key_keeps_prefixes_apart(engine: EngineUnderContract) -> No
     assert other["meta_info"]["cached_tokens"] == 0
 
 
-async def test_a_stop_token_ends_the_answer_and_stands_in_it(engine: EngineUnderContract) -> None:
+async def test_a_stop_token_ends_the_answer_and_is_part_of_it(engine: EngineUnderContract) -> None:
     free = await engine.generate(PROMPT, sampling_params=GREEDY)
     token = free["output_ids"][2]
     params = {**GREEDY, "ignore_eos": False, "stop_token_ids": [token]}
@@ -79,7 +79,7 @@ async def test_a_stop_token_wins_over_the_length(engine: EngineUnderContract) ->
 
 
 @pytest.mark.parametrize("start", [0, 3, 7])
-async def test_a_prompt_is_scored_from_where_it_is_asked(
+async def test_a_prompt_is_scored_from_the_requested_position(
     engine: EngineUnderContract, start: int
 ) -> None:
     whole = await engine.generate(PROMPT, return_logprob=True, logprob_start_len=0)
@@ -93,7 +93,7 @@ async def test_a_prompt_is_scored_from_where_it_is_asked(
     assert scored["meta_info"]["cached_tokens"] <= start
 
 
-async def test_scoring_alone_samples_nothing(engine: EngineUnderContract) -> None:
+async def test_a_scoring_request_samples_nothing(engine: EngineUnderContract) -> None:
     params = {"max_new_tokens": 0, "temperature": 1}
     scored = await engine.generate(
         PROMPT, sampling_params=params, return_logprob=True, logprob_start_len=0
@@ -139,7 +139,7 @@ async def test_logprobs_are_tempered_and_not_renormalised_by_top_k(
 
 
 @pytest.mark.parametrize("scores", [False, True])
-async def test_a_stream_tells_what_a_whole_answer_tells(
+async def test_a_stream_has_the_content_of_a_whole_answer(
     engine: EngineUnderContract, scores: bool
 ) -> None:
     body: Json = {"sampling_params": GREEDY, "return_logprob": True}
@@ -147,13 +147,13 @@ async def test_a_stream_tells_what_a_whole_answer_tells(
         body["logprob_start_len"] = 0
     whole = await engine.generate(PROMPT, **body)
     async with engine.streaming(PROMPT, **body) as stream:
-        told = [event async for event in stream]
-    *early, last = told
+        events = [event async for event in stream]
+    *early, last = events
     assert all(event["meta_info"]["finish_reason"] is None for event in early)
     assert last["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
     assert last["meta_info"]["weight_versions"] == whole["meta_info"]["weight_versions"]
     assert last["meta_info"]["completion_tokens"] == 6
-    ids, logprobs, text = joined(told, engine.is_incremental)
+    ids, logprobs, text = joined(events, engine.is_incremental)
     assert ids == whole["output_ids"]
     assert logprobs == pytest.approx(logprobs_of(whole), abs=1e-3)
     assert text == whole["text"]
@@ -161,9 +161,9 @@ async def test_a_stream_tells_what_a_whole_answer_tells(
     assert len(entries) == (8 if scores else 0)
 
 
-def joined(told: list[Json], is_incremental: bool) -> tuple[list[int], list[float], str]:
+def joined(events: list[Json], is_incremental: bool) -> tuple[list[int], list[float], str]:
     """Ids, log-probs and text of a stream of either form."""
-    parts = told if is_incremental else told[-1:]
+    parts = events if is_incremental else events[-1:]
     return (
         [token for event in parts for token in event["output_ids"]],
         [logprob for event in parts for logprob in logprobs_of(event)],
@@ -224,7 +224,7 @@ async def test_a_wrong_request_is_refused_with_a_message(
     assert response.json()["error"]["message"]
 
 
-async def test_a_wrong_request_for_a_stream_is_told_in_its_only_event(
+async def test_a_wrong_request_for_a_stream_gets_an_error_in_its_only_event(
     engine: EngineUnderContract,
 ) -> None:
     async with engine.streaming(PROMPT, sampling_params={"top_p": 0}) as stream:
@@ -233,7 +233,7 @@ async def test_a_wrong_request_for_a_stream_is_told_in_its_only_event(
     assert "top_p must be in (0, 1]" in event["error"]["message"]
 
 
-async def test_what_does_not_fit_the_context_says_how_long_it_is(
+async def test_a_prompt_beyond_the_context_gets_an_error_with_its_length(
     engine: EngineUnderContract,
 ) -> None:
     context = (await engine.get("/v1/models"))["data"][0]["max_model_len"]
@@ -246,7 +246,7 @@ async def test_what_does_not_fit_the_context_says_how_long_it_is(
     assert f"exceeds the model's maximum context length of {context} tokens" in message
 
 
-async def test_what_does_not_parse_is_refused(engine: EngineUnderContract) -> None:
+async def test_a_body_that_does_not_parse_is_refused(engine: EngineUnderContract) -> None:
     for body in (b"{nope", b"[1]", b'{"input_ids": "abc"}', b'{"input_ids": ["a"]}'):
         response = await engine.client.post(
             "/generate", content=body, headers={"Content-Type": "application/json"}

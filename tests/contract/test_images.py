@@ -1,7 +1,7 @@
-"""The contract of images: a gateway before a real SGLang that serves a model that sees.
+"""The contract of images: a gateway in front of a real SGLang that serves a vision model.
 
-The embedded engine has no such model. What a session hands out is held to the engine itself, which
-puts the images in the placeholders' stead and finds each sampled token as likely as was recorded.
+The embedded engine has no such model. Samples of a session are compared with the engine itself,
+which replaces the placeholders by the images and must score each sampled token as recorded.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from tests.contract.conftest import NOT_INSTALLED
 from tests.contract.engines import WAIT_S, EngineUnderContract, Json
 from tests.contract.processes import SGLANG_INSTALLED, gateway, sglang_engine
-from tests.contract.seeing import picture, write_seeing_model
-from tests.contract.test_gateway import CHAT, Door
+from tests.contract.test_gateway import CHAT, RunningGateway
+from tests.contract.vision_model import picture, write_seeing_model
 
 RED, WIDE, SMALL = (
     picture(64, 64, (255, 0, 0)),
@@ -29,12 +29,12 @@ NUM_TOKENS = {RED: 4, WIDE: 10, SMALL: 1}
 
 
 class Sight(NamedTuple):
-    """An engine that sees, and the gateway before it."""
+    """A vision engine, and the gateway in front of it."""
 
     address: str
-    door: Door
+    door: RunningGateway
     place: int
-    """The token that stands for an image."""
+    """The placeholder token of an image."""
 
 
 @pytest.fixture(
@@ -59,18 +59,20 @@ def sight(
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         place = tokenizer.token_to_id("<|image_pad|>")
         assert place is not None
-        yield Sight(engine.address, Door(process, token_file), place)
+        yield Sight(engine.address, RunningGateway(process, token_file), place)
 
 
 @pytest.fixture
 async def engine(sight: Sight) -> AsyncIterator[EngineUnderContract]:
     limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=sight.address, timeout=WAIT_S, limits=limits) as client:
-        yield EngineUnderContract(client, "", is_incremental=False)  # it is asked whole answers
+        yield EngineUnderContract(
+            client, "", is_incremental=False
+        )  # it gets requests for whole answers only
 
 
 def show(*parts: str) -> list[Json]:
-    """A content of texts and images."""
+    """A message content of texts and images."""
     return [
         {"type": "image_url", "image_url": {"url": part}}
         if part.startswith(("data:", "http"))
@@ -80,7 +82,9 @@ def show(*parts: str) -> list[Json]:
 
 
 async def assert_engine_sees_alike(engine: EngineUnderContract, account: Json, place: int) -> int:
-    """The number of sampled tokens; the engine's are ours with images in the stead of `place`."""
+    """Check the engine's scores of the sampled tokens, with images in place of `place`; return
+    their number.
+    """
     num_sampled = 0
     for sample in account["samples"]:
         shown = [account["images"][digest] for digest in sample["images"]]
@@ -108,7 +112,7 @@ async def assert_engine_sees_alike(engine: EngineUnderContract, account: Json, p
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_screenshot_at_every_turn_is_sampled_after_as_it_is_recorded(
+async def test_samples_after_a_screenshot_at_every_turn_are_recorded_exactly(
     engine: EngineUnderContract, sight: Sight, is_stream: bool
 ) -> None:
     caller = await sight.door.session()
@@ -118,10 +122,10 @@ async def test_a_screenshot_at_every_turn_is_sampled_after_as_it_is_recorded(
         if is_stream:
             choices = [each["choices"] for each in await caller.stream(CHAT, **body)]
             deltas = [choice["delta"] for each in choices for choice in each]
-            said = "".join(delta.get("content") or "" for delta in deltas)
+            content = "".join(delta.get("content") or "" for delta in deltas)
         else:
-            said = (await caller.ask(CHAT, **body))["choices"][0]["message"]["content"]
-        talk += [{"role": "assistant", "content": said}]
+            content = (await caller.ask(CHAT, **body))["choices"][0]["message"]["content"]
+        talk += [{"role": "assistant", "content": content}]
         talk += [{"role": "user", "content": show("and now", shown)}]
     account = await caller.account()
     assert (account["forks"], len(account["samples"])) == ([], 1)
@@ -130,19 +134,19 @@ async def test_a_screenshot_at_every_turn_is_sampled_after_as_it_is_recorded(
     await caller.client.aclose()
 
 
-async def test_what_is_shown_makes_the_difference(sight: Sight) -> None:
-    told: list[list[float]] = []
+async def test_different_images_give_different_logprobs(sight: Sight) -> None:
+    logprobs: list[list[float]] = []
     for picture_of in (RED, WIDE):
         caller = await sight.door.session(seed=5)
         content = show("look", picture_of)
         body: Json = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
         await caller.ask(CHAT, **body)
-        told.append((await caller.samples())[0]["logprobs"][-1:])
+        logprobs.append((await caller.samples())[0]["logprobs"][-1:])
         await caller.client.aclose()
-    assert told[0] != told[1]
+    assert logprobs[0] != logprobs[1]
 
 
-async def test_a_context_that_images_fill_is_told_as_a_full_context(sight: Sight) -> None:
+async def test_a_context_that_images_fill_is_reported_as_full(sight: Sight) -> None:
     caller = await sight.door.session()
     body: Json = {"messages": [{"role": "user", "content": show(*[LARGE] * 30)}]}
     response = await caller.client.post("/v1/chat/completions", json=body)
@@ -157,7 +161,7 @@ async def test_a_context_that_images_fill_is_told_as_a_full_context(sight: Sight
     ("shown", "status"), [("data:image/png;base64,aGk=", 400), ("http://127.0.0.1:1/a.png", 503)]
 )
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_an_image_that_the_engine_cannot_open_fails_its_call_alone(
+async def test_an_image_that_the_engine_cannot_open_fails_only_its_call(
     sight: Sight, is_stream: bool, shown: str, status: int
 ) -> None:
     caller = await sight.door.session()
@@ -166,6 +170,6 @@ async def test_an_image_that_the_engine_cannot_open_fails_its_call_alone(
     assert response.status_code == status
     health = (await caller.client.get("/healthz")).json()
     assert [engine["phase"] for engine in health["engines"]] == ["ready"]
-    told = await caller.ask(CHAT, messages=[{"role": "user", "content": show(RED)}], max_tokens=1)
-    assert told["usage"]["completion_tokens"] == 1
+    answer = await caller.ask(CHAT, messages=[{"role": "user", "content": show(RED)}], max_tokens=1)
+    assert answer["usage"]["completion_tokens"] == 1
     await caller.client.aclose()

@@ -1,4 +1,4 @@
-"""The contract of what an engine says of itself."""
+"""The contract of the information that an engine reports."""
 
 from tests.contract.engines import LONG, EngineUnderContract
 
@@ -12,7 +12,7 @@ async def test_model_info_names_model_and_weights(engine: EngineUnderContract) -
     assert await engine.get("/get_model_info") == info
 
 
-async def test_server_info_tells_the_stream_form(engine: EngineUnderContract) -> None:
+async def test_server_info_has_the_stream_form(engine: EngineUnderContract) -> None:
     info = await engine.get("/server_info")
     assert isinstance(info["incremental_streaming_output"], bool)
     assert isinstance(info["random_seed"], int)
@@ -21,7 +21,7 @@ async def test_server_info_tells_the_stream_form(engine: EngineUnderContract) ->
     assert again["incremental_streaming_output"] == info["incremental_streaming_output"]
 
 
-async def test_loads_count_what_runs(engine: EngineUnderContract) -> None:
+async def test_loads_count_running_requests(engine: EngineUnderContract) -> None:
     (idle,) = (await engine.get("/v1/loads"))["loads"]
     assert (idle["num_running_reqs"], idle["num_waiting_reqs"]) == (0, 0)
     assert idle["max_total_num_tokens"] > 0
@@ -44,6 +44,6 @@ async def test_health_answers(engine: EngineUnderContract) -> None:
         assert (await engine.client.get(route)).status_code == 200
 
 
-async def test_unknown_routes_and_methods_are_told(engine: EngineUnderContract) -> None:
+async def test_unknown_routes_and_methods_are_refused(engine: EngineUnderContract) -> None:
     assert (await engine.client.get("/no_such_route")).status_code == 404
     assert (await engine.client.get("/abort_request")).status_code == 405

@@ -1,7 +1,7 @@
-"""A gateway's callers while somebody else's trainer updates the engine: a pause, and no error.
+"""Clients of a gateway whose engine another trainer updates see a pause, and no error.
 
-The trainer is no publisher of ours: it pauses the engine, loads, and goes on when it likes; the
-gateway hears of nothing. What streams are sent meanwhile are comments, which clients pass over.
+The trainer is no rollmesh publisher: it pauses the engine, loads and continues at any time, and the
+gateway gets no message. Meanwhile streams receive comments, which clients ignore.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from tests.contract.test_gateway import (
     MESSAGES,
     RESPONSES,
     Caller,
-    Door,
+    RunningGateway,
     assert_engine_scores_alike,
 )
 
 NUM_TOKENS = 400
 LONG: Json = {"temperature": 0}
-"""The likeliest tokens of the contract's model go round in a circle, and never end."""
+"""The likeliest tokens of the contract's model repeat in a circle, and never end."""
 PATHS: dict[str, Json] = {
     CHAT: {"messages": HELLO, "max_tokens": NUM_TOKENS, **LONG},
     MESSAGES: {"messages": HELLO, "max_tokens": NUM_TOKENS, **LONG},
@@ -35,15 +35,15 @@ PATHS: dict[str, Json] = {
 }
 YES = "yes" * 30
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "told", "schema": {"enum": [YES]}}}
-"""A turn under it cannot be resumed."""
+"""A turn with this penalty cannot be resumed."""
 PAUSE_S = 60.0
 SDK_TIMEOUT_S = 600.0
-"""What SDKs allow a plain call by default."""
+"""The default timeout of SDKs for a plain call."""
 Hold = Callable[["Sequence[Stream]"], Awaitable[None]]
 
 
 class Stream:
-    """What one streamed call is sent."""
+    """The events of one streamed call."""
 
     def __init__(self, caller: Caller, path: str) -> None:
         self.num_events = 0
@@ -52,12 +52,12 @@ class Stream:
         self.reading = asyncio.create_task(self._read(caller, path))
 
     async def until_comments(self, num_more: int) -> None:
-        """Until so many more have come."""
+        """Wait until `num_more` more comments have arrived."""
         wanted = self.num_comments + num_more
         await self.until(lambda: self.num_comments >= wanted, 2 * PAUSE_S)
 
     async def until(self, is_so: Callable[[], bool], wait_s: float = WAIT_S) -> None:
-        """Until what came makes it so."""
+        """Wait until the received events satisfy `is_so`."""
         async with asyncio.timeout(wait_s):
             while not is_so():
                 assert not self.reading.done(), "it is over"
@@ -76,10 +76,11 @@ class Stream:
 
 
 async def assert_update_is_a_pause(
-    engine: EngineUnderContract, door: Door, mode: str, hold: Hold
+    engine: EngineUnderContract, door: RunningGateway, mode: str, hold: Hold
 ) -> None:
-    """Callers of every kind are under way while the engine is paused, for as long as `hold` takes,
-    and updated; one comes meanwhile."""
+    """Run calls of every kind while the engine is paused, for as long as `hold` takes, and updated;
+    another call arrives meanwhile.
+    """
     callers = [await door.session(sampling="eval") for _ in range(8)]
     for caller in callers:
         caller.client.timeout = SDK_TIMEOUT_S
@@ -116,13 +117,15 @@ async def assert_update_is_a_pause(
 
 
 async def assert_both_versions(engine: EngineUnderContract, caller: Caller, before: int) -> None:
-    """Its turn began under one and ended under the next, and reads as the engine scores it."""
+    """Check that the turn began under one version and ended under the next, and that the engine
+    scores it as recorded.
+    """
     (sample,) = await caller.samples()
-    told = [
+    versions = [
         at for at, mask in zip(sample["policy_versions"], sample["loss_mask"], strict=True) if mask
     ]
-    assert told == sorted(told)
-    assert set(told) == {before, before + 1}
+    assert versions == sorted(versions)
+    assert set(versions) == {before, before + 1}
     assert await assert_engine_scores_alike(engine, [sample]) == NUM_TOKENS
 
 
@@ -132,13 +135,13 @@ async def until_three_comments(streams: Sequence[Stream]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract"])
-async def test_an_update_by_somebody_else_is_a_pause_for_every_caller(
+async def test_an_update_by_another_trainer_is_a_pause_for_every_caller(
     engine: EngineUnderContract, address: str, model_folder: Path, tmp_path: Path, mode: str
 ) -> None:
     token_file = tmp_path / "token"
     often = ("--set", "interception.keepalive_s=0.1")
     with gateway([address], model_folder, token_file, *often) as process:
-        door = Door(process, token_file)
+        door = RunningGateway(process, token_file)
         await assert_update_is_a_pause(engine, door, mode, until_three_comments)
 
 
@@ -148,12 +151,12 @@ async def test_an_update_of_a_minute_is_a_pause_for_every_caller(
     engine: EngineUnderContract, address: str, model_folder: Path, tmp_path: Path
 ) -> None:
     async def a_minute(streams: Sequence[Stream]) -> None:
-        """An idle stream gets a comment each 15 seconds."""
+        """Hold for a minute; an idle stream gets a comment every 15 seconds."""
         began_s = time.monotonic()
         await streams[-1].until_comments(4)
         assert time.monotonic() - began_s >= 0.99 * PAUSE_S
 
     token_file = tmp_path / "token"
     with gateway([address], model_folder, token_file) as process:
-        door = Door(process, token_file)
+        door = RunningGateway(process, token_file)
         await assert_update_is_a_pause(engine, door, "abort", a_minute)

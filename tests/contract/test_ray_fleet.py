@@ -1,4 +1,4 @@
-"""The scheduler in a Ray cluster of several nodes: it rises again, and nodes come and go."""
+"""The scheduler in a Ray cluster of several nodes: it restarts, and nodes join and leave."""
 
 import importlib.util
 import os
@@ -27,7 +27,7 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
 PATIENCE_S = 110.0
 LOOK_S = 0.2
 SLOT = "slot"
-"""What a node has instead of GPUs."""
+"""The resource of a node that replaces GPUs."""
 STORE_BYTES = 100 * 2**20
 
 
@@ -91,7 +91,7 @@ def _node(num_slots: int) -> dict[str, Any]:
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     if not HAS_RAY:
         pytest.skip("Ray is not installed: make test-ray")
-    # Ray reads them when it is loaded; its workers find the package where we do.
+    # Ray reads them when it is loaded; its workers find the package by this path.
     path = os.pathsep.join(each for each in sys.path if each)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**RAY_TOKEN, "PYTHONPATH": path}.items():
@@ -115,18 +115,18 @@ def test_each_node_with_gpus_has_an_agent(fleet: Fleet) -> None:
     from rollmesh.scheduler.nodes.ray import agent_states  # noqa: PLC0415 - as above
 
     fleet.until(lambda: fleet.sizes() == [2, 4])
-    told = agent_states(fleet.cluster.address)
-    assert sorted(told.values()) == [("joined", ""), ("joined", "")]
+    states = agent_states(fleet.cluster.address)
+    assert sorted(states.values()) == [("joined", ""), ("joined", "")]
 
 
-def test_a_cluster_that_is_not_there_is_one_line() -> None:
-    """Asked by another process: in this one Ray is there already."""
+def test_a_missing_cluster_is_a_one_line_error() -> None:
+    """Run in another process, since Ray is already initialized in this one."""
     if not HAS_RAY:
         pytest.skip("Ray is not installed: make test-ray")
     (port,) = free_ports(1)
-    words = ["scheduler", "ray", "--status", "--cluster", f"127.0.0.1:{port}"]
+    args = ["scheduler", "ray", "--status", "--cluster", f"127.0.0.1:{port}"]
     ended = subprocess.run(
-        [sys.executable, "-m", "rollmesh.cli.main", *words],
+        [sys.executable, "-m", "rollmesh.cli.main", *args],
         env={**os.environ, **RAY_TOKEN},
         capture_output=True,
         text=True,
@@ -146,7 +146,7 @@ def test_a_second_scheduler_is_refused(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("victim", ["service", "actor"])
-def test_who_is_killed_rises_at_the_same_address_with_the_same_gpus(
+def test_killed_actors_restart_at_the_same_address_with_the_same_gpus(
     victim: str, fleet: Fleet
 ) -> None:
     import ray  # noqa: PLC0415 - as above
@@ -160,10 +160,12 @@ def test_who_is_killed_rises_at_the_same_address_with_the_same_gpus(
     fleet.until(lambda: fleet.seen().scheduler != before.scheduler)
     fleet.until(lambda: fleet.sizes() == [2, 4])
     assert fleet.seen().nodes == before.nodes
-    assert (fleet.file.parent / "journal").is_dir()  # as told, from where the verb was said
+    assert (
+        fleet.file.parent / "journal"
+    ).is_dir()  # the address of the start, used from another folder
 
 
-def test_a_node_that_leaves_is_down_and_another_joins_with_gpus_of_its_own(fleet: Fleet) -> None:
+def test_a_node_that_leaves_is_down_and_another_joins_with_its_own_gpus(fleet: Fleet) -> None:
     fleet.until(lambda: fleet.sizes() == [2, 4])
     before = fleet.gpus()
     fleet.cluster.remove_node(fleet.nodes.pop())
@@ -174,7 +176,7 @@ def test_a_node_that_leaves_is_down_and_another_joins_with_gpus_of_its_own(fleet
     assert new.gpus == (6, 7, 8)
 
 
-def test_it_ends_with_its_agents(fleet: Fleet) -> None:
+def test_the_scheduler_ends_with_its_agents(fleet: Fleet) -> None:
     from rollmesh.scheduler.nodes.ray import agent_states, down  # noqa: PLC0415 - as above
 
     fleet.until(fleet.sizes)
@@ -188,7 +190,7 @@ def test_it_ends_with_its_agents(fleet: Fleet) -> None:
 
 
 @pytest.mark.usefixtures("fleet")
-def test_places_are_those_of_living_nodes_with_gpus() -> None:
+def test_placements_are_on_live_nodes_with_gpus() -> None:
     from rollmesh.scheduler.nodes.ray import RayNode, ray_nodes  # noqa: PLC0415 - as above
 
     def row(node_id: str, host: str, gpus: float, *, alive: bool = True) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The contract of sampling: what may be drawn, what is reported of it, and what ends an output.
+"""The contract of sampling: allowed tokens, reported log-probs, and the end of an output.
 
-Log-probs are held to transformers' logits of the same tokens, whichever engine is asked.
+Log-probs are compared with transformers' logits of the same tokens, for every engine.
 """
 
 import json
@@ -16,9 +16,9 @@ from tests.unit.engine.embedded.references import Reference
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18]
 LOOP = [11] * 4
-"""Greedy, the model goes round in a circle behind it."""
+"""A prompt after which the greedy model repeats itself."""
 SPELT = 'root ::= "abcabc" "dddd"'
-"""A grammar of one text, so that a test knows what is put out."""
+"""A grammar of one text, so that a test knows the output."""
 TOLERANCE = 2e-3
 LOGPROB_OF_NOTHING = torch.finfo(torch.float32).min
 
@@ -32,7 +32,9 @@ def references() -> dict[str, Reference]:
 
 @pytest.fixture
 def logits(engine: EngineUnderContract, references: dict[str, Reference]) -> Logits:
-    """(output tokens, vocabulary): what each output token behind PROMPT was drawn from."""
+    """(output tokens, vocabulary): the logits from which each output token after PROMPT was
+    drawn.
+    """
     path = engine.model_path
     reference = references.get(path) or references.setdefault(path, Reference(Path(path)))
     return lambda output: reference.logits([*PROMPT, *output])[len(PROMPT) - 1 : -1].clone()
@@ -44,12 +46,12 @@ def letters(engine: EngineUnderContract) -> Tokenizer:
 
 
 def tops_of(answer: Json) -> list[list[tuple[float, int]]]:
-    told = answer["meta_info"]["output_top_logprobs"]
-    return [[(logprob, token) for logprob, token, _text in top] for top in told]
+    tops = answer["meta_info"]["output_top_logprobs"]
+    return [[(logprob, token) for logprob, token, _text in top] for top in tops]
 
 
 @pytest.mark.parametrize("temperature", [0, 0.5, 1.0])
-async def test_the_likeliest_tokens_are_told_with_tempered_logprobs(
+async def test_the_likeliest_tokens_have_tempered_logprobs(
     engine: EngineUnderContract, logits: Logits, temperature: float
 ) -> None:
     params = {"max_new_tokens": 6, "temperature": temperature, "ignore_eos": True}
@@ -61,13 +63,13 @@ async def test_the_likeliest_tokens_are_told_with_tempered_logprobs(
     values, ids = logprobs_TV.topk(3)
     tops = tops_of(answer)
     assert [[token for _, token in top] for top in tops] == ids.tolist()
-    told = torch.tensor([[logprob for logprob, _ in top] for top in tops])
-    assert torch.allclose(told, values, atol=TOLERANCE)
+    found = torch.tensor([[logprob for logprob, _ in top] for top in tops])
+    assert torch.allclose(found, values, atol=TOLERANCE)
     picked = logprobs_TV.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
     assert logprobs_of(answer) == pytest.approx(picked.tolist(), abs=TOLERANCE)
 
 
-async def test_the_likeliest_tokens_come_with_logprobs_alone_and_in_step_with_a_stream(
+async def test_the_likeliest_tokens_need_logprobs_and_match_the_tokens_of_a_stream(
     engine: EngineUnderContract,
 ) -> None:
     params = {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
@@ -76,10 +78,10 @@ async def test_the_likeliest_tokens_come_with_logprobs_alone_and_in_step_with_a_
     body = {"sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
     whole = await engine.generate(PROMPT, **body)
     async with engine.streaming(PROMPT, **body) as stream:
-        told = [event async for event in stream]
-    for event in told:
+        events = [event async for event in stream]
+    for event in events:
         assert len(tops_of(event)) == len(event["output_ids"])
-    parts = told if engine.is_incremental else told[-1:]
+    parts = events if engine.is_incremental else events[-1:]
     ids = [[token for _, token in top] for event in parts for top in tops_of(event)]
     assert ids == [[token for _, token in top] for top in tops_of(whole)]
 
@@ -155,7 +157,7 @@ async def test_a_schema_gives_objects_of_it(engine: EngineUnderContract) -> None
         ("json_schema", '{"type": "nope"}', "json"),
     ],
 )
-async def test_what_is_no_grammar_is_refused(
+async def test_an_invalid_grammar_is_refused(
     engine: EngineUnderContract, kind: str, text: str, name: str
 ) -> None:
     assert f"Failed to compile {name} grammar" in await engine.refusal(PROMPT, **{kind: text})
@@ -181,13 +183,13 @@ async def test_a_bias_is_added_before_logprobs_are_taken(
     assert logprobs_of(answer) == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
-async def test_no_end_comes_below_the_least_length(
+async def test_no_output_ends_below_the_minimum_length(
     engine: EngineUnderContract, letters: Tokenizer
 ) -> None:
     end = letters.token_to_id("<|im_end|>")
     params = {"max_new_tokens": 9, "temperature": 0, "logit_bias": {str(end): 100.0}}
     assert (await engine.generate(PROMPT, sampling_params=params))["output_ids"] == [end]
-    # A bias cannot lift what is impossible.
+    # A bias cannot raise an impossible token.
     longer = await engine.generate(PROMPT, sampling_params={**params, "min_new_tokens": 3})
     assert longer["output_ids"].index(end) == 3
     assert len(longer["output_ids"]) == 4
@@ -202,7 +204,7 @@ async def test_a_penalty_leads_out_of_a_loop(engine: EngineUnderContract, penalt
     assert len(set(penalised["output_ids"])) > 60
 
 
-async def test_min_p_of_one_leaves_the_likeliest(engine: EngineUnderContract) -> None:
+async def test_min_p_of_one_leaves_only_the_likeliest_token(engine: EngineUnderContract) -> None:
     params = {"max_new_tokens": 12, "ignore_eos": True}
     greedy = await engine.generate(PROMPT, sampling_params={**params, "temperature": 0})
     drawn = await engine.generate(
@@ -235,8 +237,8 @@ async def test_a_stop_string_ends_the_output_and_is_cut_from_its_text(
     assert answer["output_ids"] == letters.encode(spelt).ids
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": matched}
     async with engine.streaming(PROMPT, sampling_params=params) as stream:
-        told = [event async for event in stream]
-    parts = told if engine.is_incremental else told[-1:]
+        events = [event async for event in stream]
+    parts = events if engine.is_incremental else events[-1:]
     assert "".join(event["text"] for event in parts) == text
     assert [token for event in parts for token in event["output_ids"]] == answer["output_ids"]
 
@@ -253,7 +255,7 @@ async def test_a_stream_never_shows_the_beginning_of_its_stop_string(
     assert last["meta_info"]["completion_tokens"] == len(letters.encode("abcabcdd").ids)
 
 
-async def test_n_outputs_come_as_a_list_prompt_by_prompt(engine: EngineUnderContract) -> None:
+async def test_n_outputs_are_a_list_prompt_by_prompt(engine: EngineUnderContract) -> None:
     params = {"max_new_tokens": 3, "temperature": 1, "n": 2, "ignore_eos": True}
     response = await engine.post(
         "/generate", input_ids=[PROMPT, PROMPT[:3]], sampling_params=params, rid=["x", "y"]
@@ -262,20 +264,20 @@ async def test_n_outputs_come_as_a_list_prompt_by_prompt(engine: EngineUnderCont
     assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [8, 8, 3, 3]
     assert len({answer["meta_info"]["id"] for answer in answers}) == 4
     async with engine.streaming(PROMPT, sampling_params=params) as stream:
-        told = [event async for event in stream]
-    assert {event["index"] for event in told} == {0, 1}
-    ended = [event for event in told if event["meta_info"]["finish_reason"]]
+        events = [event async for event in stream]
+    assert {event["index"] for event in events} == {0, 1}
+    ended = [event for event in events if event["meta_info"]["finish_reason"]]
     assert sorted(event["index"] for event in ended) == [0, 1]
 
 
-async def test_a_seed_is_taken(engine: EngineUnderContract) -> None:
-    # SGLang draws by it only with --enable-deterministic-inference; test_embedded.py has the rest.
+async def test_a_seed_is_accepted(engine: EngineUnderContract) -> None:
+    # SGLang uses it only with --enable-deterministic-inference; test_embedded.py has the rest.
     params = {"max_new_tokens": 3, "temperature": 1, "sampling_seed": -(2**63)}
     answer = await engine.generate(PROMPT, sampling_params=params)
     assert answer["meta_info"]["completion_tokens"] > 0
 
 
-async def test_an_unknown_sampling_field_is_no_answer(engine: EngineUnderContract) -> None:
+async def test_an_unknown_sampling_field_is_refused(engine: EngineUnderContract) -> None:
     response = await engine.post("/generate", input_ids=PROMPT, sampling_params={"seed": 1})
     assert response.status_code in (400, 500), "SGLang has 500; see docs/reference/engine.md"
     assert (await engine.generate(PROMPT))["meta_info"]["completion_tokens"] == 4

@@ -1,4 +1,4 @@
-"""Whatever carries tensors: they come as they were stored, or it is said which is not, and why."""
+"""Every tensor backend returns tensors as they were stored, or names the missing one and why."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ from tests.contract.tensor_owner import Kind, shards
 from tests.unit.tensors.fetches import Asking
 
 PROMPT_S = 25.0
-"""Less than a line's patience."""
+"""Shorter than the timeout of a line."""
 BEGUN_S = 60.0
 """Ray is slow to remove an owner's actor on a busy machine."""
 KINDS: list[Kind] = [
@@ -50,7 +50,7 @@ def owner(mesh: Mesh) -> Iterator[OwnerProcess]:
 
 @pytest.fixture
 def backend(mesh: Mesh, owner: OwnerProcess) -> Iterator[TensorBackend]:
-    """Connected; and whatever a test stores, it clears."""
+    """A connected backend; shards that a test stores are cleared."""
     backend = mesh.connect()
     yield backend
     backend.close()
@@ -77,7 +77,7 @@ def held(plane: Plane) -> tuple[int, int]:
     return stats.storage.num_tensors if stats.storage else 0, stats.buffer.num_tensors
 
 
-def test_every_kind_comes_as_it_was_stored(backend: TensorBackend, owner: OwnerProcess) -> None:
+def test_every_kind_arrives_as_it_was_stored(backend: TensorBackend, owner: OwnerProcess) -> None:
     handles = owner.put(KINDS, seed=1)
     assert {each.owner for each in handles} == {owner.address}
     contents = fetch(backend, handles)
@@ -87,21 +87,23 @@ def test_every_kind_comes_as_it_was_stored(backend: TensorBackend, owner: OwnerP
     owner.clear(handles)
 
 
-def test_thousands_come_in_the_order_asked_for(backend: TensorBackend, owner: OwnerProcess) -> None:
+def test_thousands_arrive_in_the_requested_order(
+    backend: TensorBackend, owner: OwnerProcess
+) -> None:
     kinds: list[Kind] = [("uint8", (number % 40,)) for number in range(3000)]
     handles, stored = owner.put(kinds, seed=2), shards(kinds, 2)
     assert_are(fetch(backend, handles[::-3]), stored[::-3])
     owner.clear(handles)
 
 
-def test_large_ones_come_whole(backend: TensorBackend, owner: OwnerProcess) -> None:
+def test_large_tensors_arrive_intact(backend: TensorBackend, owner: OwnerProcess) -> None:
     kinds: list[Kind] = [("float32", (1000, 1176)), ("uint8", (1,)), ("float32", (999, 1176))]
     handles = owner.put(kinds, seed=3)
     assert_are(fetch(backend, handles), shards(kinds, 3))
     owner.clear(handles)
 
 
-def test_a_call_of_many_parts_comes_in_order(
+def test_a_call_of_many_parts_arrives_in_order(
     mesh: Mesh, backend: TensorBackend, owner: OwnerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*mesh.parts())
@@ -110,23 +112,23 @@ def test_a_call_of_many_parts_comes_in_order(
     assert backend.clear(owner.address, [each.shard_id for each in handles]) == len(handles)
 
 
-def test_what_is_let_go_leaves_nothing(
+def test_released_tensors_leave_nothing(
     mesh: Mesh, backend: TensorBackend, owner: OwnerProcess
 ) -> None:
     kinds: list[Kind] = [("float32", (1000, 1176))] * 4
     handles, stored = owner.put(kinds, seed=12), shards(kinds, 12)
-    for _ in range(20):  # 376 MB, by way of an object store of 100 MB
+    for _ in range(20):  # 376 MB, through an object store of 100 MB
         contents = fetch(backend, handles)
     assert_are(contents, stored)
     assert mesh.is_at_rest()
     owner.clear(handles)
     del contents
     give_up_s = time.monotonic() + PROMPT_S
-    while owner.retained_bytes():  # the owner is told in a moment
+    while owner.retained_bytes():  # the owner gets the release a moment later
         assert time.monotonic() < give_up_s
 
 
-def test_what_was_fetched_outlives_the_shard_and_the_backend(
+def test_fetched_tensors_outlive_the_shard_and_the_backend(
     mesh: Mesh, backend: TensorBackend, owner: OwnerProcess
 ) -> None:
     handles = owner.put(KINDS, seed=4)
@@ -134,7 +136,7 @@ def test_what_was_fetched_outlives_the_shard_and_the_backend(
     contents = fetch(leaving, handles)
     owner.clear(handles)
     leaving.close()
-    # What comes next is laid over what was freed.
+    # Later data overwrites the freed memory.
     later = owner.put(KINDS, seed=5)
     assert_are(contents, shards(KINDS, 4))
     assert_are(fetch(backend, later), shards(KINDS, 5))
@@ -204,7 +206,7 @@ def test_several_threads_fetch_and_clear_at_once(
         thread.ended()
 
 
-def test_an_owner_that_consumes_drops_both_copies(
+def test_an_owner_that_also_consumes_drops_both_copies(
     mesh: Mesh, backend: TensorBackend, owner: OwnerProcess
 ) -> None:
     store = OwnerStore(StoreSettings(max_bytes=2**20), SystemClock())
@@ -215,7 +217,7 @@ def test_an_owner_that_consumes_drops_both_copies(
         handles = [*own, *others]
         assert {each.owner for each in own} == {store.owner}
         assert len(plane.localize(handles)) == 5
-        # Its own it reads in its store: the buffer has the others alone.
+        # It reads its own in its store: the buffer has only the others.
         assert held(plane) == (2, 3)
         assert plane.clear([own[0].shard_id, others[0].shard_id]) == 1
         assert held(plane) == (1, 2)
@@ -256,7 +258,7 @@ def test_a_consumers_step_takes_shards_at_their_owner_and_frees_them_there(
         plane.take(untaken, 6)
 
 
-def test_a_step_takes_what_is_there_whatever_became_of_other_owners(
+def test_a_step_takes_available_shards_even_if_other_owners_are_gone(
     mesh: Mesh, backend: TensorBackend, owner: OwnerProcess
 ) -> None:
     plane = Plane(None, FetchBuffer(2**20), backend)
@@ -269,7 +271,9 @@ def test_a_step_takes_what_is_there_whatever_became_of_other_owners(
     assert plane.end_step_at(owner.address, 7) == 2
 
 
-def test_two_owners_are_told_apart(mesh: Mesh, backend: TensorBackend, owner: OwnerProcess) -> None:
+def test_two_owners_are_distinguished(
+    mesh: Mesh, backend: TensorBackend, owner: OwnerProcess
+) -> None:
     with mesh.owner() as other:
         mine, others = owner.put(KINDS, seed=7), other.put(KINDS, seed=8)
         assert owner.address != other.address
@@ -279,7 +283,7 @@ def test_two_owners_are_told_apart(mesh: Mesh, backend: TensorBackend, owner: Ow
     owner.clear(mine)
 
 
-def test_a_killed_owner_is_gone_at_once_and_leaves_what_was_fetched(
+def test_a_killed_owner_is_reported_at_once_and_fetched_tensors_stay(
     mesh: Mesh, backend: TensorBackend
 ) -> None:
     with mesh.owner() as other:
@@ -298,7 +302,7 @@ def test_a_killed_owner_is_gone_at_once_and_leaves_what_was_fetched(
         assert_are(contents, shards(KINDS[:3], 9))
 
 
-def test_an_owner_killed_in_mid_fetch_is_gone(mesh: Mesh, backend: TensorBackend) -> None:
+def test_an_owner_killed_during_a_fetch_is_reported(mesh: Mesh, backend: TensorBackend) -> None:
     with mesh.owner() as other:
         handles = other.put([("float32", (1000, 1176))] * 4)
         has_begun = threading.Event()
@@ -315,7 +319,7 @@ def test_an_owner_killed_in_mid_fetch_is_gone(mesh: Mesh, backend: TensorBackend
             fetching.ended()
 
 
-def test_an_owner_that_came_back_says_that_it_restarted(mesh: Mesh, backend: TensorBackend) -> None:
+def test_a_restarted_owner_is_reported_as_restarted(mesh: Mesh, backend: TensorBackend) -> None:
     with mesh.owner() as first:
         handles = first.put(KINDS)
         fetch(backend, handles)
@@ -329,18 +333,18 @@ def test_an_owner_that_came_back_says_that_it_restarted(mesh: Mesh, backend: Ten
             assert_are(fetch(backend, again), shards(KINDS, 10))
 
 
-def test_nobody_at_an_address_is_gone(mesh: Mesh, backend: TensorBackend) -> None:
+def test_an_address_without_an_owner_is_reported(mesh: Mesh, backend: TensorBackend) -> None:
     with pytest.raises(OwnerGone):
         backend.take(mesh.absent(), [1], 0)
     with pytest.raises(OwnerGone):
         backend.end_step(mesh.absent(), 0)
-    nobody = mesh.absent()
+    absent = mesh.absent()
     with pytest.raises(OwnerGone) as caught:
-        fetch(backend, [RTensor(1 << 32, nobody, -1, "uint8", (1,), 1)])
-    assert caught.value.owner == nobody
+        fetch(backend, [RTensor(1 << 32, absent, -1, "uint8", (1,), 1)])
+    assert caught.value.owner == absent
 
 
-def test_a_closed_backend_says_so(mesh: Mesh, owner: OwnerProcess) -> None:
+def test_a_closed_backend_raises(mesh: Mesh, owner: OwnerProcess) -> None:
     handles = owner.put(KINDS)
     closed = mesh.connect()
     fetch(closed, handles)

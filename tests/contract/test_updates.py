@@ -1,7 +1,7 @@
-"""Weights updated in mid-generation, by our publisher through a router, on each engine.
+"""Weights are updated during generation, by rollmesh's publisher through a router, on each engine.
 
 Many turns run on the engine, through the sampler that workers have. No reader sees an abort; each
-token carries the version that sampled it, which the engine's own scores under both weights confirm.
+token has the version that sampled it, which the engine's scores under both weights confirm.
 """
 
 import zlib
@@ -43,16 +43,16 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def router(address: str, tmp_path: Path) -> Iterator[str]:
     """A router that knows the engine."""
-    words = ["-m", "rollmesh.cli.main", "router", "--set", f"run.folder={tmp_path}"]
-    with announced([*words, "--set", "router.beat_s=0.1", "--engine", address]) as process:
+    argv = ["-m", "rollmesh.cli.main", "router", "--set", f"run.folder={tmp_path}"]
+    with announced([*argv, "--set", "router.beat_s=0.1", "--engine", address]) as process:
         yield process.address
 
 
 class Worker(FleetWorker):
-    """It asks for turns of every kind."""
+    """Requests turns of every kind."""
 
     def start(self, at: int) -> Generation:
-        """Every third cannot be resumed, every other streams."""
+        """Start turn `at`; every third cannot be resumed, every second streams."""
         params = SamplingParams(
             max_tokens=NUM_TOKENS,
             seed=zlib.crc32(b"%d" % at),
@@ -87,19 +87,20 @@ async def shell(router: str) -> AsyncIterator[PublishShell]:
 async def check_scores(
     client: EngineBackend, turn: Generation, policy_version: int, label: int
 ) -> None:
-    """The engine, with the weights of that version under the name `label`, finds its tokens as
-    likely as they were recorded."""
-    told = await client.score([*PROMPT, *turn.token_ids], str(label))
+    """Check that the engine, with the weights of that version under the name `label`, scores its
+    tokens as recorded.
+    """
+    all_scores = await client.score([*PROMPT, *turn.token_ids], str(label))
     at = 0
     for run in turn.policy_versions:
         stop = at + run.num_tokens
         if run.policy_version == policy_version:
-            scored = told[len(PROMPT) - 1 + at : len(PROMPT) - 1 + stop]
+            scored = all_scores[len(PROMPT) - 1 + at : len(PROMPT) - 1 + stop]
             assert turn.logprobs[at:stop].tolist() == pytest.approx(scored, abs=TOLERANCE)
         at = stop
 
 
-async def test_update_in_mid_generation_is_seen_by_nobody_and_told_by_every_token(
+async def test_update_during_generation_interrupts_no_turn_and_is_recorded_for_every_token(
     engine: EngineUnderContract,
     address: str,
     other_folder: Path,
@@ -118,12 +119,12 @@ async def test_update_in_mid_generation_is_seen_by_nobody_and_told_by_every_toke
     for at, turn in enumerate(turns):
         await turn.wait(TO_THE_END)
         assert turn.error is None
-        # It stops where the model says so, and else has all of its tokens.
+        # It ends at an end token, or has all of its tokens.
         assert turn.finish_reason == "stop" or len(turn.token_ids) == NUM_TOKENS
         versions = [run.policy_version for run in turn.policy_versions]
         assert versions in ([first], [first, first + 1], [first + 1])
         num_spanning += len(versions) == 2
-        # One under a penalty ends where it began, or begins anew.
+        # A turn with a penalty ends under the version of its start, or restarts.
         assert at % 3 or len(versions) == 1
     assert num_spanning > 5
     assert worker.faults == []
@@ -132,7 +133,7 @@ async def test_update_in_mid_generation_is_seen_by_nobody_and_told_by_every_toke
         client = SglangBackend(address, http)
         for turn in resumed:
             await check_scores(client, turn, first + 1, first + 1)
-        # The first weights again, under a name of their own: they still say what they said.
+        # The first weights again, under another name: their scores are unchanged.
         truth = Probe(PROMPT, tuple(await client.score(PROMPT, "0")))
         report = await shell.publish(first + 2, own_folder)
         assert report.updated == (address,)

@@ -1,6 +1,6 @@
-"""The contract of weights that come without a file: from memory of the host, and from a group.
+"""The contract of weights without a file: from memory of the host, and from a group.
 
-The publisher's own transports load them, from where a policy lays them.
+The publisher's own transports load them, from the memory in which a policy places them.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ CLOSE = 1e-5
 
 @pytest.fixture(scope="session")
 def newer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with other weights."""
+    """One model with other weights."""
     return write_contract_model(tmp_path_factory.mktemp("models") / "newer", seed=1)
 
 
 @pytest.fixture(scope="session")
 def payload(newer_folder: Path) -> Iterator[Payload]:
-    """Those weights, where a rank lays them."""
+    """The newer weights, in the memory of a rank."""
     weights = load_file(newer_folder / "model.safetensors")
     buffer = WeightBuffer()
     yield Payload(71, str(newer_folder), (buffer.store(weights, set(weights), newer_folder),))
@@ -44,7 +44,7 @@ def payload(newer_folder: Path) -> Iterator[Payload]:
 
 @pytest.fixture
 async def client(engine: EngineUnderContract, address: str) -> AsyncIterator[SglangBackend]:
-    """The publisher's; afterwards the engine has its own weights again."""
+    """The publisher's client; afterwards the engine has its own weights again."""
     before = (await engine.get("/model_info"))["weight_version"]
     async with HttpClient() as http:
         client = SglangBackend(address, http)
@@ -65,7 +65,7 @@ async def scores_of_folder(
     return scores
 
 
-async def test_weights_from_memory_score_as_those_of_the_file(
+async def test_weights_from_memory_score_like_those_of_the_file(
     engine: EngineUnderContract, client: EngineBackend, payload: Payload, newer_folder: Path
 ) -> None:
     expected = await scores_of_folder(engine, client, newer_folder)
@@ -80,7 +80,7 @@ async def test_weights_from_memory_score_as_those_of_the_file(
     await carrier.close()
 
 
-async def test_broadcast_weights_score_as_those_of_the_file_time_and_again(
+async def test_broadcast_weights_score_like_those_of_the_file_repeatedly(
     engine: EngineUnderContract, client: EngineBackend, payload: Payload, newer_folder: Path
 ) -> None:
     expected = await scores_of_folder(engine, client, newer_folder)
@@ -94,7 +94,7 @@ async def test_broadcast_weights_score_as_those_of_the_file_time_and_again(
     assert (await client.model_info()).policy_version == 71
     await client.update_from_disk(Path(engine.model_path), 72)
     await client.pause()
-    # The group stands, and nobody else is to come.
+    # The group exists, and no other engine will join.
     async with asyncio.timeout(GATHER_S):
         await carrier.load(client, msgspec.structs.replace(payload, policy_version=73), TIMEOUT_S)
     await client.resume()
@@ -102,7 +102,7 @@ async def test_broadcast_weights_score_as_those_of_the_file_time_and_again(
     await carrier.close()
 
 
-async def test_a_bracket_that_a_killed_publisher_left_open_is_closed(
+async def test_a_transfer_session_of_a_killed_publisher_is_closed(
     engine: EngineUnderContract, client: EngineBackend, payload: Payload
 ) -> None:
     await client.command("/begin_weight_update", {})
@@ -111,7 +111,7 @@ async def test_a_bracket_that_a_killed_publisher_left_open_is_closed(
     assert (await engine.post("/end_weight_update")).status_code == 400
 
 
-async def test_a_load_that_fails_leaves_no_bracket_open(
+async def test_a_load_that_fails_leaves_no_transfer_session_open(
     engine: EngineUnderContract, client: EngineBackend
 ) -> None:
     with pytest.raises(ZeroDivisionError):
@@ -122,20 +122,22 @@ async def test_a_load_that_fails_leaves_no_bracket_open(
     assert (await engine.post("/end_weight_update")).status_code == 200
 
 
-async def test_weights_outside_of_a_bracket_are_refused(engine: EngineUnderContract) -> None:
-    told = base64.b64encode(b"{}").decode()
+async def test_weights_outside_of_a_transfer_session_are_refused(
+    engine: EngineUnderContract,
+) -> None:
+    encoded = base64.b64encode(b"{}").decode()
     for form in ("shared_memory", None):
-        body = {"serialized_named_tensors": [told], "load_format": form}
+        body = {"serialized_named_tensors": [encoded], "load_format": form}
         refused = await engine.post("/update_weights_from_tensor", **body)
         assert refused.status_code == 400
         assert refused.json()["success"] is False
     await engine.generate(PROBE)
 
 
-async def test_a_bracket_waits_for_nobody(
+async def test_a_transfer_session_waits_for_no_request(
     engine: EngineUnderContract, client: EngineBackend
 ) -> None:
-    """What is held while an engine is paused goes on after it."""
+    """Requests that a pause holds continue after it."""
     await client.pause()
     held = asyncio.create_task(engine.generate(PROBE))
     async with update_session(client):

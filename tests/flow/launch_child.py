@@ -100,7 +100,7 @@ class Answer(BaseHTTPRequestHandler):
 def run(options: argparse.Namespace) -> None:
     """Behave as specified, report, and wait for the end."""
     if options.behaviour == "mistaken":
-        sys.stderr.write("noise\nrollmesh: the key is wrong; mend it\n")
+        sys.stderr.write("noise\nrollmesh: the key is wrong; correct it\n")
         sys.exit(2)
     address = ""
     if options.listen_fd is not None:

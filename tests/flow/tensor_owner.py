@@ -1,6 +1,6 @@
 """An owner of tensors that runs a test's commands, one line at a time.
 
-Owns one store, in the folder of its argument. Each line that it reads is answered by one line.
+It has one store, in the folder of its argument. Each line that it reads is answered by one line.
 """
 
 import os

@@ -1,7 +1,8 @@
-"""Screenshots through a real gateway, in every dialect: an agent that sees at every turn.
+"""Screenshots through a real gateway, in every dialect: an agent that sends an image at every turn.
 
-The engine is scripted, so that each prompt proves itself: as many placeholders as images, in the
-order in which the agent showed them, and each turn's prompt begins with all tokens of the last.
+The engine is scripted, so that each prompt can be checked: it has as many placeholders as images,
+in the order in which the agent sent them, and each prompt begins with all tokens of the previous
+turn.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ def shot(number: int) -> str:
 
 
 class Chat:
-    """An agent that speaks Chat Completions."""
+    """An agent that uses Chat Completions."""
 
     path = "/chat/completions"
 
@@ -60,27 +61,27 @@ class Chat:
     def image(self, address: str) -> Json:
         return {"type": "image_url", "image_url": {"url": address}}
 
-    def text(self, said: str) -> Json:
-        return {"type": "text", "text": said}
+    def text(self, content: str) -> Json:
+        return {"type": "text", "text": content}
 
     def ask(self, *parts: Json) -> None:
         self.shown.append({"role": "user", "content": list(parts)})
 
-    def hear(self, told: Json) -> list[str]:
-        """Keep the answer; ids of the calls in it."""
-        message = told["choices"][0]["message"]
+    def keep(self, answer_body: Json) -> list[str]:
+        """Keep the answer; return the ids of its calls."""
+        message = answer_body["choices"][0]["message"]
         self.shown.append(message)
         return [call["id"] for call in message.get("tool_calls") or ()]
 
     def answer(self, call: str, *parts: Json) -> None:
         self.shown.append({"role": "tool", "tool_call_id": call, "content": list(parts)})
 
-    def code_of(self, told: Json) -> str:
-        return str(told["error"]["code"])
+    def code_of(self, answer_body: Json) -> str:
+        return str(answer_body["error"]["code"])
 
 
 class Responses(Chat):
-    """One that speaks Responses, and sends all items each time."""
+    """An agent that uses Responses, and sends all items each time."""
 
     path = "/responses"
 
@@ -91,12 +92,14 @@ class Responses(Chat):
     def image(self, address: str) -> Json:
         return {"type": "input_image", "image_url": address, "detail": "auto"}
 
-    def text(self, said: str) -> Json:
-        return {"type": "input_text", "text": said}
+    def text(self, content: str) -> Json:
+        return {"type": "input_text", "text": content}
 
-    def hear(self, told: Json) -> list[str]:
-        self.shown += told["output"]
-        return [item["call_id"] for item in told["output"] if item["type"] == "function_call"]
+    def keep(self, answer_body: Json) -> list[str]:
+        self.shown += answer_body["output"]
+        return [
+            item["call_id"] for item in answer_body["output"] if item["type"] == "function_call"
+        ]
 
     def answer(self, call: str, *parts: Json) -> None:
         item = {"type": "function_call_output", "call_id": call, "output": list(parts)}
@@ -104,7 +107,7 @@ class Responses(Chat):
 
 
 class Messages(Chat):
-    """One that speaks Anthropic's Messages."""
+    """An agent that uses Anthropic's Messages."""
 
     path = "/messages"
 
@@ -119,16 +122,18 @@ class Messages(Chat):
         source = {"type": "base64", "media_type": media_type, "data": data}
         return {"type": "image", "source": source}
 
-    def hear(self, told: Json) -> list[str]:
-        self.shown.append({"role": "assistant", "content": told["content"]})
-        return [block["id"] for block in told["content"] if block["type"] == "tool_use"]
+    def keep(self, answer_body: Json) -> list[str]:
+        self.shown.append({"role": "assistant", "content": answer_body["content"]})
+        return [block["id"] for block in answer_body["content"] if block["type"] == "tool_use"]
 
     def answer(self, call: str, *parts: Json) -> None:
         result = {"type": "tool_result", "tool_use_id": call, "content": list(parts)}
         self.shown.append({"role": "user", "content": [result]})
 
-    def code_of(self, told: Json) -> str:  # this dialect has no codes: the type and the line say it
-        assert told["error"]["type"] == "invalid_request_error"
+    def code_of(
+        self, answer_body: Json
+    ) -> str:  # this dialect has no codes, only a type and a message
+        assert answer_body["error"]["type"] == "invalid_request_error"
         return "unsupported_content"
 
 
@@ -137,7 +142,7 @@ AGENTS: list[type[Chat]] = [Chat, Responses, Messages]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that sees."""
+    """A model that reads images."""
     return write_large_folder(tmp_path_factory.mktemp("seeing"), "qwen3_vl")
 
 
@@ -148,9 +153,9 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 @asynccontextmanager
 async def before(
-    engine: ScriptedEngine, model: Path, tmp_path: Path, *words: str
+    engine: ScriptedEngine, model: Path, tmp_path: Path, *args: str
 ) -> AsyncIterator[Gateway]:
-    argv = ["--model-dir", str(model), "--engine", engine.url, *words]
+    argv = ["--model-dir", str(model), "--engine", engine.url, *args]
     argv += ["--set", 'interception.image_hosts=["example.com"]']
     async with serving(tmp_path, *argv) as gateway:
         await gateway.until_ready()
@@ -179,7 +184,7 @@ async def send(
 
 
 @pytest.mark.parametrize("kind", AGENTS)
-async def test_a_screenshot_at_every_turn_is_held_once_and_sampled_after_exactly(
+async def test_a_screenshot_at_every_turn_is_stored_once_and_tokens_after_it_are_exact(
     kind: type[Chat], folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     agent, model = kind(), ScriptedAgent(tokenizer, SCRIPT)
@@ -191,13 +196,13 @@ async def test_a_screenshot_at_every_turn_is_held_once_and_sampled_after_exactly
         shown = [shot(1), ELSEWHERE]
         agent.ask(agent.text("find it"), *map(agent.image, shown), agent.text("on these"))
         expected = []
-        for number in (2, 1, 3):  # the second shows what the first did
+        for number in (2, 1, 3):  # the second shows the first one's image
             expected.append(list(shown))
             status, first = await send(gateway, opened, agent)
             assert status == 200
             again = await send(gateway, opened, agent, is_retry=True)
             assert again == (200, first)
-            (call,) = agent.hear(orjson.loads(first))
+            (call,) = agent.keep(orjson.loads(first))
             shown.append(shot(number))
             agent.answer(call, agent.text("done"), agent.image(shot(number)))
         expected.append(list(shown))
@@ -219,15 +224,15 @@ async def test_a_screenshot_at_every_turn_is_held_once_and_sampled_after_exactly
     assert len(account["messages"]) == 8
 
 
-async def test_screenshots_that_were_spilled_reach_the_engine_and_the_account_whole(
+async def test_spilled_screenshots_reach_the_engine_and_the_account_intact(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     agent, model = Chat(), ScriptedAgent(tokenizer, SCRIPT)
     settings = ("interception.max_blob_bytes=1", f"interception.spill_folder={tmp_path}")
-    words = [word for setting in settings for word in ("--set", setting)]
+    args = [arg for setting in settings for arg in ("--set", setting)]
     async with (
         ScriptedEngine(model.next_token) as engine,
-        before(engine, folder, tmp_path, *words) as gateway,
+        before(engine, folder, tmp_path, *args) as gateway,
     ):
         opened = await gateway.open()
         agent.ask(agent.text("look"), agent.image(shot(1)))
@@ -235,8 +240,8 @@ async def test_screenshots_that_were_spilled_reach_the_engine_and_the_account_wh
             status, raw = await send(gateway, opened, agent)
             assert status == 200
             await _until_spilled(gateway, sum([len(shot(n)) for n in range(1, number)]))
-            (call,) = agent.hear(orjson.loads(raw))
-            # What was shown first is edited, so that all is read anew.
+            (call,) = agent.keep(orjson.loads(raw))
+            # The first message is edited, so that everything is read again.
             agent.shown[0] = {"role": "user", "content": [agent.image(shot(1))] * number}
             agent.answer(call, agent.image(shot(number)))
         assert (await send(gateway, opened, agent))[0] == 200
@@ -246,16 +251,16 @@ async def test_screenshots_that_were_spilled_reach_the_engine_and_the_account_wh
     assert sorted(account["images"].values()) == sorted(map(shot, range(1, 5)))
 
 
-async def test_a_screenshot_that_the_disk_has_lost_is_the_machines_fault_and_no_engines(
+async def test_a_screenshot_lost_on_disk_is_a_fault_of_the_machine_and_of_no_engine(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     agent, model = Chat(), ScriptedAgent(tokenizer, SCRIPT)
     (spill_folder := tmp_path / "spill").mkdir()
     settings = ("interception.max_blob_bytes=1", f"interception.spill_folder={spill_folder}")
-    words = [word for setting in settings for word in ("--set", setting)]
+    args = [arg for setting in settings for arg in ("--set", setting)]
     async with (
         ScriptedEngine(model.next_token) as engine,
-        before(engine, folder, tmp_path, *words) as gateway,
+        before(engine, folder, tmp_path, *args) as gateway,
     ):
         opened, fresh = await gateway.open(), await gateway.open()
         agent.ask(agent.text("look"), agent.image(shot(1)))
@@ -263,13 +268,14 @@ async def test_a_screenshot_that_the_disk_has_lost_is_the_machines_fault_and_no_
         assert status == 200
         await _until_spilled(gateway, len(shot(1)))
         lose_files(spill_folder, gateway.process.pid)
-        (call,) = agent.hear(orjson.loads(raw))
+        (call,) = agent.keep(orjson.loads(raw))
         first = agent.shown[:1]
         agent.answer(call, agent.text("nothing"))
         status, raw = await send(gateway, opened, agent)
         assert (status, orjson.loads(raw)["error"]["code"]) == (503, "content_lost")
         assert (await gateway.admin("GET", "/healthz"))[1]["engines"][0]["phase"] == "ready"
-        # Who shows it again is answered, though the lost one is held by another yet.
+        # A request that sends the image again is answered, though another session holds the lost
+        # one.
         agent.shown = first
         assert (await send(gateway, fresh, agent))[0] == 200
         _, row = await gateway.admin("GET", f"/admin/sessions/{opened['session_id']}")
@@ -277,7 +283,7 @@ async def test_a_screenshot_that_the_disk_has_lost_is_the_machines_fault_and_no_
 
 
 async def _until_spilled(gateway: Gateway, num_bytes: int) -> None:
-    """Until all of its blobs are; its keeper looks now and then, and tells nobody."""
+    """Poll until all of its blobs are spilled."""
     async with asyncio.timeout(PATIENCE_S):
         while f"rollmesh_spilled_bytes {num_bytes}.0" not in await _figures(gateway):
             pass
@@ -287,7 +293,7 @@ async def _figures(gateway: Gateway) -> str:
     return str((await gateway.admin("GET", "/metrics"))[1])
 
 
-async def test_a_turn_that_an_engine_cut_goes_on_with_its_images(
+async def test_a_turn_that_an_engine_cut_resumes_with_its_images(
     folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     agent, model = Chat(), ScriptedAgent(tokenizer, SCRIPT)
@@ -308,7 +314,7 @@ async def test_a_turn_that_an_engine_cut_goes_on_with_its_images(
 
 
 @pytest.mark.parametrize("kind", AGENTS)
-async def test_what_cannot_be_seen_is_said_in_a_line(
+async def test_an_unreadable_image_is_a_one_line_error(
     kind: type[Chat], folder: Path, tmp_path: Path
 ) -> None:
     refused = [
@@ -325,8 +331,13 @@ async def test_what_cannot_be_seen_is_said_in_a_line(
             agent = kind()
             agent.ask(agent.text("look"), agent.image(address))
             status, raw = await send(gateway, opened, agent)
-            told = orjson.loads(raw)["error"]["message"]
-            assert (status, told.count("\n"), why in told, len(told) < 200) == (400, 0, True, True)
+            message = orjson.loads(raw)["error"]["message"]
+            assert (status, message.count("\n"), why in message, len(message) < 200) == (
+                400,
+                0,
+                True,
+                True,
+            )
         large = kind()
         large.ask(large.text("look"), large.image("data:image/png;base64," + "A" * 200_000))
         assert (await send(gateway, opened, large))[0] == 413
@@ -337,16 +348,16 @@ async def test_what_cannot_be_seen_is_said_in_a_line(
 
 
 @pytest.mark.parametrize("kind", AGENTS)
-async def test_a_model_that_reads_text_only_says_so(kind: type[Chat], tmp_path: Path) -> None:
+async def test_a_text_only_model_refuses_images(kind: type[Chat], tmp_path: Path) -> None:
     model = write_model_folder(tmp_path / "model")
     async with ScriptedEngine() as engine, before(engine, model, tmp_path) as gateway:
         opened = await gateway.open()
         agent = kind()
         agent.ask(agent.text("look"), agent.image(shot(1)))
         status, raw = await send(gateway, opened, agent)
-        told = orjson.loads(raw)
-    assert (status, agent.code_of(told)) == (400, "unsupported_content")
-    assert told["error"]["message"] == "this model reads text only, and a message shows an image"
+        body = orjson.loads(raw)
+    assert (status, agent.code_of(body)) == (400, "unsupported_content")
+    assert body["error"]["message"] == "this model reads text only, and a message shows an image"
 
 
 @pytest.mark.parametrize("kind", AGENTS)
@@ -371,20 +382,20 @@ async def test_a_relay_passes_images_on_and_keeps_each_once(
 
 
 @pytest.mark.parametrize("kind", AGENTS)
-async def test_a_gateway_that_is_killed_at_every_turn_knows_the_screenshots_and_the_talk(
+async def test_a_gateway_killed_at_every_turn_recovers_the_screenshots_and_messages(
     kind: type[Chat], folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     accounts = []
     async with ScriptedEngine(ScriptedAgent(tokenizer, SCRIPT).next_token) as engine:
-        words = ["--model-dir", str(folder), "--engine", engine.url]
-        async with lasting(tmp_path, *words) as gateway:
+        args = ["--model-dir", str(folder), "--engine", engine.url]
+        async with lasting(tmp_path, *args) as gateway:
             for is_shaken in (False, True):
                 agent, opened = kind(), await gateway.gateway.open(seed=7)
                 agent.ask(agent.text("look"), agent.image(shot(1)))
                 for number in (2, 3, 4):
                     status, raw = await send(gateway.gateway, opened, agent)
                     assert status == 200
-                    (call,) = agent.hear(orjson.loads(raw))
+                    (call,) = agent.keep(orjson.loads(raw))
                     agent.answer(call, agent.image(shot(number)))
                     if is_shaken:
                         await gateway.restart()

@@ -1,4 +1,4 @@
-"""An agent whose SDK gives up and asks again while all engines sleep: its turn is made once."""
+"""An agent whose SDK times out and retries while all engines sleep: its turn is sampled once."""
 
 import asyncio
 from contextlib import ExitStack
@@ -33,7 +33,7 @@ class TheEnv(Plain):
 """
 
 
-async def test_a_turn_whose_agent_asks_again_while_all_engines_sleep_is_made_once(
+async def test_a_turn_that_is_retried_while_all_engines_sleep_is_sampled_once(
     tmp_path: Path,
 ) -> None:
     write_model_folder(tmp_path / "model")
@@ -55,7 +55,9 @@ async def test_a_turn_whose_agent_asks_again_while_all_engines_sleep_is_made_onc
             assert not engine.num_sampled
             await mesh.scheduler.resize(True, 0)
             [finished] = await take(client)
-            await asyncio.to_thread(stack.close)  # beside the engine, which serves from this loop
+            await asyncio.to_thread(
+                stack.close
+            )  # in a thread, since the engine serves from this loop
     assert isinstance(finished, Finished)
     [rollout] = finished.record.rollouts
     assert (rollout.outcome, finished.attempt) == (Outcome.COMPLETED, 1), rollout
@@ -64,12 +66,12 @@ async def test_a_turn_whose_agent_asks_again_while_all_engines_sleep_is_made_onc
 
 
 def begin(stack: ExitStack, engine: str, folder: Path) -> SleepingMesh:
-    """Router, coordinator and a worker that serves these agents."""
+    """Start a router, a coordinator and a worker that serves these agents."""
     mesh = SleepingMesh([engine], folder)
     stack.callback(mesh.end)
     asyncio.run(mesh.until_ready())
-    words = ["worker", "--router", mesh.router, "--worker-id", "worker-0"]
+    args = ["worker", "--router", mesh.router, "--worker-id", "worker-0"]
     for setting in (f"env={ENV}", "run.folder=.", f"model.path={folder / 'model'}"):
-        words += ["--set", setting]
-    stack.enter_context(running(folder, *words))
+        args += ["--set", setting]
+    stack.enter_context(running(folder, *args))
     return mesh

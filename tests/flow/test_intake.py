@@ -1,4 +1,6 @@
-"""Samples lie where the intake wrote them until their step has ended: ranks look there."""
+"""Samples stay where the intake wrote them until their step has ended, and ranks read them
+there.
+"""
 
 import itertools
 from pathlib import Path
@@ -43,7 +45,7 @@ class Intake:
         self.pacer = Pacer(self.client, staleness, tasks, ASKING, (self.records, Tally()), room)
 
     def batch(self, step: int) -> Batch:
-        """All that is asked for has come."""
+        """Return the batch once all of its groups have arrived."""
         self.pacer.ask(GROUPS)
         for group_id in [*self.client.asked]:
             self.client.finish(group_id, policy_versions=(step,))
@@ -65,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_two_ranks_look_at_the_very_bytes_that_the_intake_wrote(folder: Path) -> None:
+def test_two_ranks_read_the_same_bytes_that_the_intake_wrote(folder: Path) -> None:
     with serving_runtime() as home:
         assert home.plane.store is not None
         intake = Intake(folder, StoreAllocator(home.plane.store), StalenessManager(PACE))
@@ -84,7 +86,7 @@ def test_two_ranks_look_at_the_very_bytes_that_the_intake_wrote(folder: Path) ->
 
 
 @pytest.mark.slow
-def test_a_step_takes_what_the_intake_wrote_and_nothing_is_left_of_it(
+def test_a_step_takes_the_samples_of_the_intake_and_leaves_nothing(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_tiny_model(tmp_path / "model", texts_of(GuessEnv()), TinyShape(), seed=0)

@@ -1,4 +1,6 @@
-"""The edge over scripted engines, on real sockets at both sides: cuts, deaths, crowds, garbage."""
+"""The agent server over scripted engines, on real sockets at both sides: cuts, deaths, crowds,
+garbage.
+"""
 
 import asyncio
 import random
@@ -36,12 +38,12 @@ NUM_GARBLED = 300
 
 
 def next_token(policy_version: int, context: Sequence[int]) -> int:
-    """Never ends a turn, and never leaves the test's vocabulary of bytes."""
+    """Sample a byte of the test's vocabulary; never end the turn."""
     return endless_token(policy_version, context) % 250
 
 
 class Front:
-    """A worker's half of the mesh; the test is its router."""
+    """The worker's half of the mesh; the test acts as its router."""
 
     def __init__(self, folder: Path, engines: list[ScriptedEngine]) -> None:
         tokenizer = load_tokenizer(folder)
@@ -85,7 +87,7 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
 
 
 def assert_proves_itself(record: SessionRecord) -> None:
-    """Every sampled token is the one that the weights say after exactly its path."""
+    """Check that every sampled token is the one that the weights give after exactly its prefix."""
     ids, logprobs = array("i", bytes(record.token_ids)), array("f", bytes(record.logprobs))
     paths: list[list[int]] = []
     at = at_logprob = 0
@@ -101,7 +103,7 @@ def assert_proves_itself(record: SessionRecord) -> None:
         paths.append(path)
 
 
-async def test_hanging_up_aborts_the_leg_and_a_retry_resumes_the_exact_tokens(
+async def test_a_disconnect_aborts_the_engine_request_and_a_retry_resumes_the_exact_tokens(
     front: Front,
 ) -> None:
     engine, other = front.engines
@@ -124,7 +126,7 @@ async def test_hanging_up_aborts_the_leg_and_a_retry_resumes_the_exact_tokens(
     assert states == {ExchangeState.ABANDONED: 1, ExchangeState.DELIVERED: 1}
 
 
-async def test_a_turn_goes_on_elsewhere_when_its_engine_dies(front: Front) -> None:
+async def test_a_turn_resumes_on_another_engine_when_its_engine_dies(front: Front) -> None:
     for engine in front.engines:
         await engine.allow(8)
     opened = front.open()
@@ -144,19 +146,19 @@ async def test_a_turn_goes_on_elsewhere_when_its_engine_dies(front: Front) -> No
 async def _play(front: Front, opened: OpenSession, stream: bool) -> None:
     messages = [USER]
     for _ in range(3):
-        said = ""
+        content = ""
         async with front.post(opened, messages=messages, stream=stream, max_tokens=9) as response:
             assert response.status == 200
             raw = await response.read()
         if stream:
             chunks = [msgspec.json.decode(e[6:]) for e in raw.split(b"\n\n") if b"choices" in e]
-            said = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+            content = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
         else:
-            said = msgspec.json.decode(raw)["choices"][0]["message"]["content"]
-        messages = [*messages, {"role": "assistant", "content": said}, USER]
+            content = msgspec.json.decode(raw)["choices"][0]["message"]["content"]
+        messages = [*messages, {"role": "assistant", "content": content}, USER]
 
 
-async def test_a_crowd_of_sessions_stays_apart(front: Front) -> None:
+async def test_many_concurrent_sessions_stay_separate(front: Front) -> None:
     crowd = [front.open(index) for index in range(32)]
     async with asyncio.TaskGroup() as group:
         for n, opened in enumerate(crowd):
@@ -173,7 +175,7 @@ async def test_a_crowd_of_sessions_stays_apart(front: Front) -> None:
 
 
 def _garble(whole: bytes, dice: random.Random) -> bytes:
-    """The bytes with some changed, lost or doubled, or cut off."""
+    """Return the bytes with some changed, lost, doubled or cut off."""
     raw = bytearray(whole)
     for _ in range(dice.randint(1, 6)):
         at = dice.randrange(len(raw))
@@ -190,7 +192,9 @@ def _garble(whole: bytes, dice: random.Random) -> bytes:
 
 
 async def _status(front: Front, raw: bytes, is_whole: bool) -> int:
-    """Send and read the status; 0 where the server hangs up, as it may if we half-close."""
+    """Send and return the status; 0 if the server closes the connection, as it may after a
+    half-close.
+    """
     host, _, port = front.base.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:

@@ -1,4 +1,6 @@
-"""A supervisor over real processes: they start in order, are watched, and none is left."""
+"""A supervisor over real processes: it starts them in order, watches them, and leaves none
+behind.
+"""
 
 import os
 import signal
@@ -22,7 +24,7 @@ END_WITHIN_S = 60.0
 
 
 class Mesh:
-    """A run whose children behave as a test says."""
+    """A run whose children behave as a test specifies."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "run"
@@ -36,10 +38,10 @@ class Mesh:
         self.process: subprocess.Popen[bytes] | None = None
 
     def add(self, role: str, behaviour: str, on_death: OnDeath, *needs: str, **more: Any) -> None:
-        words = [sys.executable, str(HERE / "launch_child.py"), str(self._fifo_path)]
-        words += [role, behaviour, str(self.side_file)]
+        args = [sys.executable, str(HERE / "launch_child.py"), str(self._fifo_path)]
+        args += [role, behaviour, str(self.side_file)]
         self.add_plan(
-            ChildPlan(role=role, argv=tuple(words), on_death=on_death, needs=needs, **more)
+            ChildPlan(role=role, argv=tuple(args), on_death=on_death, needs=needs, **more)
         )
 
     def add_plan(self, plan: ChildPlan) -> None:
@@ -53,19 +55,19 @@ class Mesh:
         run = {"name": self.folder.name, "folder": str(self.folder.parent)}
         self._plans_path.write_bytes(msgspec.json.encode(self._plans))
         self._settings_path.write_bytes(msgspec.json.encode({"run": run, "launch": launch}))
-        words = [sys.executable, str(HERE / "launch_program.py")]
-        words += [str(self.folder), str(self._plans_path), str(self._settings_path)]
-        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+        args = [sys.executable, str(HERE / "launch_program.py")]
+        args += [str(self.folder), str(self._plans_path), str(self._settings_path)]
+        self.process = subprocess.Popen(args, stdout=subprocess.PIPE, start_new_session=True)
         waiting = set(wait_for)
         while waiting:
             waiting.discard(self.next_line())
 
     def next_line(self) -> str:
-        """What a child said next: its role, when it has reported."""
+        """The next line that a child wrote: its role, when it has reported."""
         return self._fifo.readline().strip()
 
     def pids(self) -> dict[str, int]:
-        """The latest process of each role."""
+        """The newest process of each role."""
         rows = msgspec.json.decode((self.folder / "pids.json").read_bytes(), type=list[Pid])
         return {row.role: row.pid for row in rows}
 
@@ -74,12 +76,12 @@ class Mesh:
         self.process.send_signal(number)
 
     def result(self) -> dict[str, Any]:
-        """How it ended; every process that it started is gone by then."""
+        """The result of the run; every process that it started has ended by then."""
         assert self.process
         out, _ = self.process.communicate(timeout=END_WITHIN_S)
         assert [pid for pid in self.pids().values() if psutil.pid_exists(pid)] == []
-        told: dict[str, Any] = msgspec.json.decode(out)
-        return told
+        result: dict[str, Any] = msgspec.json.decode(out)
+        return result
 
     def close(self) -> None:
         self._fifo.close()
@@ -95,7 +97,7 @@ def mesh(tmp_path: Path) -> Iterator[Mesh]:
     mesh.close()
 
 
-def test_a_run_ends_well_when_its_goal_is_reached(mesh: Mesh) -> None:
+def test_a_run_ends_in_success_when_its_goal_is_reached(mesh: Mesh) -> None:
     mesh.add("model", "done", OnDeath.NEXT)
     mesh.add("router", "serves", OnDeath.END, "model")
     mesh.add("trainer", "done", OnDeath.FINISH, "router")
@@ -105,7 +107,7 @@ def test_a_run_ends_well_when_its_goal_is_reached(mesh: Mesh) -> None:
     assert list(mesh.pids()) == ["launch", "model", "router", "trainer"]
 
 
-def test_a_gated_child_is_held_until_its_gate_opens(mesh: Mesh) -> None:
+def test_a_gated_child_waits_until_its_gate_opens(mesh: Mesh) -> None:
     mesh.add("trainer", "done", OnDeath.FINISH, gate=("model",))
     mesh.add("model", "done", OnDeath.NEXT)
     mesh.start()
@@ -114,7 +116,7 @@ def test_a_gated_child_is_held_until_its_gate_opens(mesh: Mesh) -> None:
     assert list(mesh.pids()) == ["launch", "trainer", "model"]
 
 
-def test_a_held_child_can_be_stopped(mesh: Mesh) -> None:
+def test_a_waiting_child_can_be_stopped(mesh: Mesh) -> None:
     mesh.add("model", "serves", OnDeath.NEXT)
     mesh.add("trainer", "saves", OnDeath.FINISH, gate=("model",))
     mesh.start("model")
@@ -126,7 +128,7 @@ def test_a_users_mistake_in_a_child_ends_the_run_with_its_line(mesh: Mesh) -> No
     mesh.add("router", "serves", OnDeath.END)
     mesh.add("worker", "mistaken", OnDeath.RESTART, "router")
     mesh.start()
-    assert mesh.result()["end"] == {"code": 2, "reason": "the key is wrong; mend it"}
+    assert mesh.result()["end"] == {"code": 2, "reason": "the key is wrong; correct it"}
 
 
 def test_a_fault_in_a_child_ends_the_run_with_its_last_line(mesh: Mesh) -> None:
@@ -159,7 +161,7 @@ def test_a_run_whose_folder_is_removed_ends_in_order(mesh: Mesh) -> None:
     assert msgspec.json.decode(out)["end"] == {"code": 130, "reason": "stopped"}
 
 
-def test_a_killed_worker_is_started_again(mesh: Mesh) -> None:
+def test_a_killed_worker_is_restarted(mesh: Mesh) -> None:
     mesh.add("worker", "serves", OnDeath.RESTART)
     mesh.start("worker")
     first = mesh.pids()["worker"]
@@ -167,13 +169,13 @@ def test_a_killed_worker_is_started_again(mesh: Mesh) -> None:
     assert mesh.next_line() == "worker"
     assert mesh.pids()["worker"] != first
     mesh.signal(signal.SIGTERM)
-    told = mesh.result()
-    assert told["notes"] == ["worker was killed by signal 9; restart in 0.5 s"]
-    assert told["end"]["code"] == 130
+    result = mesh.result()
+    assert result["notes"] == ["worker was killed by signal 9; restart in 0.5 s"]
+    assert result["end"]["code"] == 130
 
 
 @pytest.mark.slow
-def test_a_suspended_process_is_killed_and_started_again_and_a_busy_one_is_not(mesh: Mesh) -> None:
+def test_a_suspended_process_is_restarted_and_a_busy_one_is_not(mesh: Mesh) -> None:
     mesh.add("trainer", "busy", OnDeath.FINISH)
     mesh.add("router", "serves", OnDeath.RESTART)
     mesh.start("trainer", "router", hang_timeout_s=15.0)
@@ -188,7 +190,7 @@ def test_a_suspended_process_is_killed_and_started_again_and_a_busy_one_is_not(m
     assert killed == "router was killed: no heartbeat for 15 s; restart in 0.5 s"
 
 
-def test_want_of_memory_is_told_as_the_cause(mesh: Mesh) -> None:
+def test_lack_of_memory_is_reported_as_the_cause(mesh: Mesh) -> None:
     mesh.add("worker", "hungry", OnDeath.RESTART)
     mesh.start("worker")
     assert mesh.next_line() == "worker"
@@ -197,7 +199,7 @@ def test_want_of_memory_is_told_as_the_cause(mesh: Mesh) -> None:
     assert note == "worker ran out of memory: MemoryError; restart in 0.5 s"
 
 
-def test_the_next_process_of_a_role_is_told_the_address_of_the_last(mesh: Mesh) -> None:
+def test_a_restarted_process_gets_the_address_of_its_predecessor(mesh: Mesh) -> None:
     more = {"bind": "127.0.0.1:0", "again": ("--bind", "{router}")}
     mesh.add("router", "serves", OnDeath.RESTART, **more)
     mesh.start("router")
@@ -221,7 +223,7 @@ def test_a_stopped_run_lets_the_trainer_save_and_leaves_no_process(
     assert mesh.side_file.read_text() == "saved"
 
 
-def test_a_child_that_does_not_hear_is_killed_in_time(mesh: Mesh) -> None:
+def test_a_child_that_ignores_the_stop_signal_is_killed_in_time(mesh: Mesh) -> None:
     mesh.add("router", "deaf", OnDeath.END)
     mesh.add("trainer", "deaf", OnDeath.FINISH)
     mesh.start("router", "trainer", stop_timeout_s=1.0)
@@ -235,7 +237,7 @@ def test_a_second_ctrl_c_kills_at_once(mesh: Mesh) -> None:
     mesh.signal(signal.SIGINT)
     assert mesh.next_line() == "trainer heard"
     mesh.signal(signal.SIGINT)
-    # In time for `result`, and not for what a child is left that does not hear.
+    # Long enough for `result`, and too short for a child to end by its own timeout.
     assert mesh.result()["end"] == {"code": 130, "reason": "stopped"}
 
 
@@ -288,7 +290,7 @@ def test_a_child_serves_on_the_socket_that_launch_opened(mesh: Mesh) -> None:
     mesh.result()
 
 
-def test_telemetry_holds_every_process_and_what_the_router_says(mesh: Mesh) -> None:
+def test_telemetry_has_every_process_and_the_routers_figures(mesh: Mesh) -> None:
     mesh.add("router", "serves", OnDeath.END, bind="127.0.0.1:0")
     mesh.start("router")
     row = first_row_with_router(mesh.folder / "telemetry.jsonl")
@@ -300,7 +302,7 @@ def test_telemetry_holds_every_process_and_what_the_router_says(mesh: Mesh) -> N
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether it runs no more, even if nobody has asked yet how it ended."""
+    """Whether the process has ended, even if no parent has reaped it yet."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -308,15 +310,15 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def listening_address(pid: int) -> str:
-    """Where the process listens."""
+    """The address on which the process listens."""
     [listening] = [c for c in psutil.Process(pid).net_connections() if c.status == "LISTEN"]
     return f"http://{listening.laddr.ip}:{listening.laddr.port}"
 
 
 def first_row_with_router(path: Path) -> dict[str, Any]:
     """The first telemetry line in which the router answered."""
-    words = ["tail", "-n", "+1", "-F", str(path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tail:
+    command = ["tail", "-n", "+1", "-F", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tail:
         assert tail.stdout
         for line in tail.stdout:
             row: dict[str, Any] = msgspec.json.decode(line)

@@ -1,4 +1,6 @@
-"""What processes say that they hold, against what is resident, and what their budgets do."""
+"""The bytes that processes report as held, compared with resident memory, and the effect of
+budgets.
+"""
 
 import asyncio
 import base64
@@ -90,7 +92,7 @@ class TheEnv(Plain):
                     assert answer.status == 200, await answer.text()
         return Transcript()
 """
-"""Each call is a prompt of its own, so that a group has some 28 MB of token ids."""
+"""Each call has its own prompt, so that a group has some 28 MB of token ids."""
 
 
 @pytest.fixture
@@ -110,19 +112,19 @@ def metrics_of(worker: Process, headers: Mapping[str, str] | None = None) -> str
         return str(reply.read().decode())
 
 
-async def test_a_worker_shows_its_tables_and_they_are_empty_at_rest(mesh: Mesh) -> None:
+async def test_a_worker_reports_its_tables_and_they_are_empty_at_rest(mesh: Mesh) -> None:
     worker = await asyncio.to_thread(mesh.worker, "worker-0")
     client = mesh.client()
     for _ in range(4):
         ask(client)
     assert {type(each) for each in await take(client, 4)} == {Finished}
     await mesh.until(lambda: not any(counts(metrics_of(worker)).values()))
-    told = metrics_of(worker)
+    metrics = metrics_of(worker)
     assert {"graph", "history", "blobs", "outbox", "bodies"} <= {
-        name for kind, name in counts(told) if kind == "held_bytes"
+        name for kind, name in counts(metrics) if kind == "held_bytes"
     }
-    assert 'rollmesh_cache_entries{cache="delivered_groups"} 4.0' in told
-    assert 'rollmesh_process_rss_bytes{role="worker"}' in told
+    assert 'rollmesh_cache_entries{cache="delivered_groups"} 4.0' in metrics
+    assert 'rollmesh_process_rss_bytes{role="worker"}' in metrics
     await mesh.until(lambda: not any(counts(metrics_of_router(mesh)).values()))
 
 
@@ -131,7 +133,7 @@ def metrics_of_router(mesh: Mesh) -> str:
         return str(reply.read().decode())
 
 
-async def test_a_workers_metrics_ask_for_the_admin_token_where_there_is_one(
+async def test_a_workers_metrics_require_the_admin_token_if_there_is_one(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ADMIN_TOKEN_VARIABLE, "open-sesame")
@@ -147,7 +149,7 @@ async def test_a_workers_metrics_ask_for_the_admin_token_where_there_is_one(
     assert status({"Authorization": "Bearer open-sesame"}) == 200
 
 
-async def test_groups_wait_while_a_worker_is_over_its_budget_and_are_told_why(mesh: Mesh) -> None:
+async def test_groups_wait_with_the_reason_while_a_worker_is_over_its_budget(mesh: Mesh) -> None:
     env = mesh.write_env("lingers", LINGERS)
     await asyncio.to_thread(mesh.worker, "worker-0", env, max_held_bytes=10_000)
     client = mesh.client()
@@ -173,9 +175,9 @@ async def test_groups_wait_while_a_worker_is_over_its_budget_and_are_told_why(me
 
 async def test_a_session_over_its_budget_ends_as_truncated_with_its_reason(mesh: Mesh) -> None:
     env = mesh.write_env("grows", GROWS)
-    words = mesh.worker_args("worker-0", env)
+    args = mesh.worker_args("worker-0", env)
     limit = ["--set", "interception.max_session_bytes=40000"]
-    with running(mesh.folder, *words, *limit):
+    with running(mesh.folder, *args, *limit):
         ask(client := mesh.client(), num_samples=1, env=env)
         [finished] = await take(client)
     assert isinstance(finished, Finished)
@@ -185,14 +187,14 @@ async def test_a_session_over_its_budget_ends_as_truncated_with_its_reason(mesh:
     assert rollout.num_calls < 20, "the agent does not stop by itself"
 
 
-async def test_a_worker_counts_finished_groups_within_a_quarter_of_what_is_resident(
+async def test_a_worker_counts_finished_groups_within_a_quarter_of_resident_memory(
     tmp_path: Path,
 ) -> None:
     async with open_mesh(tmp_path, next_token=lambda *_: 7) as mesh:
         env = mesh.write_env("heavy", HEAVY)
-        words = mesh.worker_args("worker-0", env, max_unacked_bytes=2**30, max_rollouts=1)
+        args = mesh.worker_args("worker-0", env, max_unacked_bytes=2**30, max_rollouts=1)
         room = ["--set", f"model.max_context_tokens={2 * HEAVY_TOKENS}"]
-        with running(mesh.folder, *words, *room) as worker:
+        with running(mesh.folder, *args, *room) as worker:
             await outbox_is_counted(mesh, worker, env)
 
 
@@ -210,7 +212,7 @@ async def outbox_is_counted(mesh: Mesh, worker: Process, env: str) -> None:
         mesh.engine.seen.clear()
     held_bytes = outbox()
     assert held_bytes >= 200 * MIB
-    # What was freed goes back with a trim, some time after the last call.
+    # Freed memory is returned by a trim, some time after the last call.
     await mesh.until(lambda: resident().rss - idle_bytes < 1.25 * held_bytes)
     assert resident().rss - idle_bytes > held_bytes / 1.25
     for arrival in sink.finished:
@@ -251,7 +253,7 @@ async def post(gateway: Gateway, opened: Mapping[str, str], body: bytes) -> int:
 
 
 async def half_sent(gateway: Gateway, opened: Mapping[str, str]) -> asyncio.StreamWriter:
-    """A call whose last byte does not come."""
+    """A call whose last byte is not sent."""
     host, _, port = gateway.address.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
     head = (
@@ -265,24 +267,24 @@ async def half_sent(gateway: Gateway, opened: Mapping[str, str]) -> asyncio.Stre
 
 
 async def trims(gateway: Gateway) -> float:
-    """So often its keeper has given memory back."""
-    told = (await gateway.admin("GET", "/metrics"))[1]
-    return float(told.partition("\nrollmesh_trims_total ")[2].split()[0])
+    """The number of times that the gateway has returned memory to the system."""
+    metrics = (await gateway.admin("GET", "/metrics"))[1]
+    return float(metrics.partition("\nrollmesh_trims_total ")[2].split()[0])
 
 
 async def counted(gateway: Gateway) -> dict[str, float]:
-    told = counts((await gateway.admin("GET", "/metrics"))[1])
-    return {name: value for (kind, name), value in told.items() if kind == "held_bytes"}
+    metrics = counts((await gateway.admin("GET", "/metrics"))[1])
+    return {name: value for (kind, name), value in metrics.items() if kind == "held_bytes"}
 
 
-async def test_a_gateway_counts_what_it_holds_within_a_quarter_of_what_is_resident(
+async def test_a_gateway_counts_held_bytes_within_a_quarter_of_resident_memory(
     tmp_path: Path,
 ) -> None:
     rng = random.Random(7)
-    words = ["--capture", "relay", "--set", "interception.keepalive_s=60"]
+    args = ["--capture", "relay", "--set", "interception.keepalive_s=60"]
     async with (
         ScriptedProvider([ProviderResponse() for _ in range(2 * NUM_SESSIONS + 2)]) as provider,
-        serving(tmp_path, *words, "--engine", provider.url) as gateway,
+        serving(tmp_path, *args, "--engine", provider.url) as gateway,
     ):
         resident = psutil.Process(gateway.process.pid).memory_info
         warm = await gateway.open()

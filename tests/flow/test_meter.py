@@ -1,6 +1,7 @@
-"""The exactness meter over a whole mesh: who lies is masked, named, fenced; training goes on.
+"""The exactness meter over a whole mesh: a faulty engine is masked, named and fenced, and training
+continues.
 
-Real engines, router, worker and trainer; the lie is told by a proxy before an engine.
+Real engines, router, worker and trainer; a proxy in front of an engine alters its log-probs.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from tests.flow.lying_engine import Lie, honest, running
 
 OFF = 0.5
-"""How far a lie is off; the bound is 0.05."""
+"""The error of a faulty engine's log-probs; the bound is 0.05."""
 NUM_STEPS = 2
 LONG_PROMPT = 30
 SETTINGS: dict[str, Any] = {
@@ -37,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Ended:
-    """What a run left behind, by the trainer's own word."""
+    """The records of a run that has ended, from the trainer's files."""
 
     def __init__(self, folder: Path, engines: list[str]) -> None:
         self.engines = engines
@@ -45,11 +46,11 @@ class Ended:
         self.steps = [row for row in _rows(folder / "metrics.jsonl") if "exactness" in row]
         self.log = list(_rows(folder / "logs" / "trainer.log"))
 
-    def said(self, event: str) -> list[dict[str, Any]]:
+    def logged(self, event: str) -> list[dict[str, Any]]:
         return [each for each in self.log if each["event"] == event]
 
     def exact(self, **named: str) -> list[dict[str, Any]]:
-        """Rows of the meter on weights that were held, with these names."""
+        """Rows of the meter on held weights, with these names."""
         rows = [row for step in self.steps for row in step["exactness"]]
         return [r for r in rows if r["kind"] == "exact" and named.items() <= r.items()]
 
@@ -59,12 +60,12 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         yield msgspec.json.decode(line)
 
 
-async def run_mesh(folder: Path, env: str, *lies: Lie) -> Ended:
-    """`rollmesh up` beside an engine for each lie, to its end."""
+async def run_mesh(folder: Path, env: str, *faults: Lie) -> Ended:
+    """Run `rollmesh up` to its end, with an engine for each fault."""
     model = folder / "model"
     write_tiny_model(model, texts_of(GuessEnv()), TinyShape(), seed=0)
     async with AsyncExitStack() as stack:
-        engines = [await stack.enter_async_context(running(model, lie)) for lie in lies]
+        engines = [await stack.enter_async_context(running(model, lie)) for lie in faults]
         values = SETTINGS | {
             "run": {"name": "run", "folder": str(folder)},
             "env": env,
@@ -74,9 +75,9 @@ async def run_mesh(folder: Path, env: str, *lies: Lie) -> Ended:
         }
         settings = folder / "mesh.json"
         settings.write_bytes(msgspec.json.encode(values))
-        words = ["-m", "rollmesh.cli.main", "up", str(settings), "--no-live"]
+        args = ["-m", "rollmesh.cli.main", "up", str(settings), "--no-live"]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *words, stdout=asyncio.subprocess.PIPE, start_new_session=True
+            sys.executable, *args, stdout=asyncio.subprocess.PIPE, start_new_session=True
         )
         out, _ = await process.communicate()
         assert process.returncode == 0, out.decode()
@@ -84,7 +85,7 @@ async def run_mesh(folder: Path, env: str, *lies: Lie) -> Ended:
 
 
 @pytest.mark.slow
-async def test_a_lying_engine_is_masked_and_fenced_and_training_goes_on(tmp_path: Path) -> None:
+async def test_a_faulty_engine_is_masked_and_fenced_and_training_continues(tmp_path: Path) -> None:
     ended = await run_mesh(tmp_path, "guess", honest, lambda _: OFF)
     good, liar = ended.engines
     assert (ended.summary["num_steps"], ended.summary["num_lost"]) == (NUM_STEPS, 0)
@@ -98,19 +99,19 @@ async def test_a_lying_engine_is_masked_and_fenced_and_training_goes_on(tmp_path
         exact = [row for row in step["exactness"] if row["kind"] == "exact"]
         assert step["num_masked"] == sum(row["num_masked"] for row in exact)
         assert step["num_masked"] < step["num_samples"]
-    assert {each["engine"] for each in ended.said("samples.masked")} == {liar}
-    assert {each["url"] for each in ended.said("engine.distrusted")} == {liar}
-    fenced = ended.said("engine.fenced")
+    assert {each["engine"] for each in ended.logged("samples.masked")} == {liar}
+    assert {each["url"] for each in ended.logged("engine.distrusted")} == {liar}
+    fenced = ended.logged("engine.fenced")
     assert {each["url"] for each in fenced} == {liar}
     assert "none of" in fenced[0]["why"]
-    # It was back with the next weights, and with them it lied again.
+    # The engine returned with the next weights, and was found faulty with them again.
     assert len({row["policy_version"] for row in ended.exact(engine=liar)}) >= 2
-    told = {row["engine"]: row["num_masked"] for row in ended.summary["exactness"]}
-    assert told[good] == 0 < told[liar]
+    num_masked = {row["engine"]: row["num_masked"] for row in ended.summary["exactness"]}
+    assert num_masked[good] == 0 < num_masked[liar]
 
 
 @pytest.mark.slow
-async def test_a_fault_of_one_dialect_is_named_and_no_engine_blamed(tmp_path: Path) -> None:
+async def test_a_fault_of_one_dialect_is_named_and_no_engine_is_blamed(tmp_path: Path) -> None:
     def lie(num_prompt_tokens: int) -> float:
         return OFF if num_prompt_tokens > LONG_PROMPT else 0.0
 
@@ -119,7 +120,7 @@ async def test_a_fault_of_one_dialect_is_named_and_no_engine_blamed(tmp_path: Pa
     assert all(row["num_masked"] == row["num_samples"] for row in ended.exact(dialect="messages"))
     assert all(row["num_masked"] == 0 for row in ended.exact(dialect="chat"))
     assert {row["engine"] for row in ended.exact(dialect="messages")} == set(ended.engines)
-    masked = ended.said("samples.masked")
+    masked = ended.logged("samples.masked")
     assert {each.get("dialect") for each in masked} == {"messages"}
     assert not any("engine" in each for each in masked)
-    assert not ended.said("engine.distrusted")
+    assert not ended.logged("engine.distrusted")

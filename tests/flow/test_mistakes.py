@@ -1,4 +1,4 @@
-"""What a user gets wrong is told in one line by the real command, with exit code 2."""
+"""Mistakes of a user: the real command reports each in one line, with exit code 2."""
 
 import subprocess
 import sys
@@ -11,9 +11,9 @@ from rollmesh.testing.run_folder import FakeRun
 from tests.flow.router_process import RouterProcess
 
 
-def rollmesh(*words: str, cwd: Path) -> tuple[int, str]:
-    """Exit code and stderr of `rollmesh WORDS`."""
-    argv = [sys.executable, "-m", "rollmesh.cli.main", *words]
+def rollmesh(*args: str, cwd: Path) -> tuple[int, str]:
+    """Run `rollmesh ARGS`; return its exit code and stderr."""
+    argv = [sys.executable, "-m", "rollmesh.cli.main", *args]
     ended = subprocess.run(argv, capture_output=True, text=True, cwd=cwd, timeout=60, check=False)
     return ended.returncode, ended.stderr
 
@@ -35,7 +35,7 @@ def mesh_toml(tmp_path: Path, model: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("trainer.num_step=3", "unknown key 'trainer.num_step'"),
         ("trainer.num_steps=-3", "trainer.num_steps: expected `int` >= 0"),
@@ -46,19 +46,19 @@ def mesh_toml(tmp_path: Path, model: Path) -> Path:
         ('engine.urls=["http://127.0.0.1:9"]', "engine.urls: http://127.0.0.1:9 does not answer"),
     ],
 )
-def test_a_mistake_in_the_settings(
-    tmp_path: Path, mesh_toml: Path, override: str, told: str
+def test_a_mistake_in_the_settings_is_a_one_line_error(
+    tmp_path: Path, mesh_toml: Path, override: str, message: str
 ) -> None:
     code, err = rollmesh("up", str(mesh_toml), "--set", override, cwd=tmp_path)
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith("rollmesh: ")
-    assert told in err
+    assert message in err
 
 
 @pytest.mark.parametrize(
-    ("words", "who"),
+    ("command", "need"),
     [
-        ("up", "worker.max_rollouts = 64 needs 320"),  # mesh.toml of the folder is taken
+        ("up", "worker.max_rollouts = 64 needs 320"),  # the folder's mesh.toml is used
         ("demo", "worker.max_rollouts = 64 needs 320"),
         (
             "worker --router tcp://127.0.0.1:9 --env echo --model-dir model",
@@ -71,33 +71,33 @@ def test_a_mistake_in_the_settings(
         ),
     ],
 )
-def test_a_shell_that_allows_few_open_files(
-    tmp_path: Path, mesh_toml: Path, words: str, who: str
+def test_a_shell_that_allows_few_open_files_is_a_one_line_error(
+    tmp_path: Path, mesh_toml: Path, command: str, need: str
 ) -> None:
     assert mesh_toml.parent == tmp_path
-    argv = ["sh", "-c", f'ulimit -n 64; exec "{sys.executable}" -m rollmesh.cli.main {words}']
+    argv = ["sh", "-c", f'ulimit -n 64; exec "{sys.executable}" -m rollmesh.cli.main {command}']
     ended = subprocess.run(
         argv, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
     )
     assert ended.returncode == 2
     assert ended.stderr == (
-        f"rollmesh: {who} open files and this shell allows 64; raise the limit: ulimit -n 65536\n"
+        f"rollmesh: {need} open files and this shell allows 64; raise the limit: ulimit -n 65536\n"
     )
 
 
-def test_no_settings_file_in_the_folder(tmp_path: Path) -> None:
+def test_a_folder_without_a_settings_file_is_a_one_line_error(tmp_path: Path) -> None:
     code, err = rollmesh("up", cwd=tmp_path)
     assert code == 2
     assert err == "rollmesh: mesh.toml: No such file or directory; `rollmesh init` writes one\n"
 
 
-def test_a_settings_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_settings_file_is_a_one_line_error(tmp_path: Path) -> None:
     code, err = rollmesh("up", "none.toml", cwd=tmp_path)
     assert code == 2
     assert err == "rollmesh: none.toml: No such file or directory; `rollmesh init` writes one\n"
 
 
-def test_a_port_that_is_taken(tmp_path: Path, mesh_toml: Path) -> None:
+def test_a_port_in_use_is_a_one_line_error(tmp_path: Path, mesh_toml: Path) -> None:
     with listen("127.0.0.1:0") as taken:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"
         code, err = rollmesh("up", str(mesh_toml), "--set", f"dashboard.bind={bind}", cwd=tmp_path)
@@ -107,36 +107,36 @@ def test_a_port_that_is_taken(tmp_path: Path, mesh_toml: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "told"),
+    ("env", "message"),
     [
         ("no_such_package:Env", "no_such_package"),
         ("nonsense", "nonsense"),
         ("pathlib:Path", "pathlib:Path"),
     ],
 )
-def test_an_environment_that_cannot_be_loaded(
-    tmp_path: Path, router: RouterProcess, env: str, told: str
+def test_an_environment_that_cannot_be_loaded_is_a_one_line_error(
+    tmp_path: Path, router: RouterProcess, env: str, message: str
 ) -> None:
-    # The router is told as well; for one that is away a worker waits.
-    words = ["worker", "--router", router.ready.address, "--model-dir", "."]
-    code, err = rollmesh(*words, "--set", f"env={env}", cwd=tmp_path)
+    # The router is told as well, so it must run; a worker waits for a router that is away.
+    args = ["worker", "--router", router.ready.address, "--model-dir", "."]
+    code, err = rollmesh(*args, "--set", f"env={env}", cwd=tmp_path)
     assert (code, err.count("\n")) == (2, 1)
-    assert told in err
+    assert message in err
 
 
-def test_an_engine_whose_model_folder_is_not_one(tmp_path: Path) -> None:
+def test_an_engine_with_an_invalid_model_folder_is_a_one_line_error(tmp_path: Path) -> None:
     code, err = rollmesh("engine", "--model-dir", str(tmp_path), cwd=tmp_path)
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith(f"rollmesh: {tmp_path}")
 
 
 @pytest.mark.parametrize("verb", [("dashboard",), ("status",), ("trace", "bias")])
-def test_a_run_folder_that_is_not_there(verb: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_missing_run_folder_is_a_one_line_error(verb: tuple[str, ...], tmp_path: Path) -> None:
     code, err = rollmesh(*verb, "runs/none", cwd=tmp_path)
     assert (code, err) == (2, "rollmesh: runs/none: not a run folder; runs are in runs/NAME\n")
 
 
-def test_a_page_for_the_whole_network(tmp_path: Path) -> None:
+def test_a_dashboard_without_login_on_all_addresses_is_refused(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "demo").folder
     code, err = rollmesh("dashboard", str(run), "--host", "0.0.0.0", cwd=tmp_path)
     assert (code, err.count("\n")) == (2, 1)

@@ -1,4 +1,6 @@
-"""What the environment of a worker started by hand leaves running ends with that worker."""
+"""Processes that the environment of a manually started worker leaves running end with that
+worker.
+"""
 
 import signal
 from pathlib import Path
@@ -34,8 +36,8 @@ def test_neither_a_daemon_nor_a_fork_outlives_its_worker(
 ) -> None:
     (tmp_path / "forker.py").write_text(FORKER)
     write_model_folder(tmp_path / "model")
-    words = ["worker", "--router", "tcp://127.0.0.1:9", "--env", "forker:Forker"]
-    with running(tmp_path, *words, "--model-dir", "model") as worker:
+    args = ["worker", "--router", "tcp://127.0.0.1:9", "--env", "forker:Forker"]
+    with running(tmp_path, *args, "--model-dir", "model") as worker:
         left = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
         assert [each.is_running() for each in left] == [True, True]
         worker.popen.send_signal(number)

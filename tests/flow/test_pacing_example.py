@@ -1,11 +1,11 @@
-"""examples/pacing.py shows what each way of pacing bounds."""
+"""examples/pacing.py shows the bounds of each pacing mode."""
 
 import re
 import subprocess
 import sys
 
 
-def test_a_loop_paced_either_way_trains_and_one_of_them_keeps_the_bound() -> None:
+def test_both_pacing_modes_train_and_one_keeps_the_staleness_bound() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "examples.pacing"], capture_output=True, text=True, timeout=60
     )

@@ -1,6 +1,6 @@
 """The page in a real browser, over a real dashboard process.
 
-Needs Debian's chromium and chromium-driver; skipped where they are not.
+Needs Debian's chromium and chromium-driver; skipped without them.
 """
 
 import os
@@ -66,7 +66,7 @@ def address(run: FakeRun) -> Iterator[str]:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """A dashboard process over this folder; its address."""
+    """A dashboard process over this folder; yields its address."""
     reading, writing = os.pipe()
     argv = [sys.executable, "-m", "rollmesh.cli.main", "dashboard", str(folder)]
     argv += ["--port", "0", "--ready-fd", str(writing)]
@@ -96,13 +96,13 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
 
 
 def keep(browser: webdriver.Chrome, name: str) -> None:
-    """Save a picture for people where ROLLMESH_SCREENSHOTS names a folder."""
+    """Save a screenshot if ROLLMESH_SCREENSHOTS names a folder."""
     if folder := os.environ.get("ROLLMESH_SCREENSHOTS"):
         browser.save_screenshot(f"{folder}/{name}.png")
 
 
 def write_evaluation(folder: Path, rewards: tuple[float, ...]) -> Path:
-    """An evaluation of one task that has ended, its last rollout failed."""
+    """Write an ended evaluation of one task whose last rollout failed."""
     run = FakeRun(folder)
     plan = EvaluationPlan(
         env="guess",
@@ -142,7 +142,7 @@ def all_of(browser: webdriver.Chrome, selector: str) -> list[WebElement]:
 
 
 def text_of(browser: webdriver.Chrome, selector: str) -> str:
-    """Visible text, '' while the element is not there."""
+    """Visible text, '' while the element does not exist."""
     script = "return document.querySelector(arguments[0])?.innerText ?? ''"
     return str(browser.execute_script(script, selector))
 
@@ -212,7 +212,7 @@ def test_a_trajectory_shows_its_messages_and_coloured_tokens(
     assert picture.stat().st_size > 20_000
 
 
-def test_a_run_whose_success_is_not_known_shows_its_reward_and_no_success(
+def test_a_run_without_success_figures_shows_its_reward_only(
     browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
     run = FakeRun(tmp_path / "dense", num_steps=60, is_dense=True)
@@ -229,7 +229,7 @@ def test_a_run_whose_success_is_not_known_shows_its_reward_and_no_success(
         assert "success" not in text_of(browser, "body").lower()
 
 
-def test_success_that_the_environment_reports_has_a_curve_of_its_own(
+def test_success_that_the_environment_reports_has_its_own_curve(
     browser: webdriver.Chrome, address: str, run: FakeRun
 ) -> None:
     row = {"time_s": run.now_s + 1.0, "step": 40, "reward": 0.155, "success": 0.25}
@@ -259,7 +259,7 @@ def test_failed_rollouts_are_listed_with_error_and_place(
     ]
 
 
-def test_an_evaluation_is_opened_as_one(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_an_evaluation_is_shown_as_an_evaluation(browser: webdriver.Chrome, tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "my-eval", rewards=(0.155, 0.155, 0.9))
     with serving(folder) as address:
         browser.get(address)
@@ -284,7 +284,7 @@ def test_tool_calls_are_shown_as_calls(
     browser: webdriver.Chrome, address: str, run: FakeRun
 ) -> None:
     arguments = '{"query": "red \\"shoes\\"", "limit": 3}'
-    said: list[dict[str, Any]] = [
+    messages: list[dict[str, Any]] = [
         {
             "role": "assistant",
             "tool_calls": [{"function": {"name": "search", "arguments": arguments}}],
@@ -296,7 +296,7 @@ def test_tool_calls_are_shown_as_calls(
         {"role": "user", "content": [{"type": "tool_result", "content": [{"text": "two"}]}]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "cut", "arguments": '{"a": '}}]},
     ]
-    rollout_id = run.add_rollout(messages=said)
+    rollout_id = run.add_rollout(messages=messages)
     browser.get(address)
     open_rollout(browser, rollout_id)
     keep(browser, "calls")
@@ -308,7 +308,7 @@ def test_tool_calls_are_shown_as_calls(
     assert [each.text for each in all_of(browser, ".chat .said")][2] == "two"
 
 
-def test_a_trajectory_has_an_address_of_its_own(
+def test_a_trajectory_has_its_own_address(
     browser: webdriver.Chrome, address: str, run: FakeRun
 ) -> None:
     rollout_id = run.add_rollout(step=7)
@@ -318,10 +318,10 @@ def test_a_trajectory_has_an_address_of_its_own(
 
 
 @pytest.mark.slow
-def test_the_page_of_a_running_demo_shows_it_learn(
+def test_the_page_of_a_running_demo_shows_its_progress(
     browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
-    """Its picture is kept where ROLLMESH_SCREENSHOT says, for the README."""
+    """The screenshot is kept in ROLLMESH_SCREENSHOT, for the README."""
     with start(tmp_path, **{"trainer.num_steps": 10_000}) as demo:
         assert demo.stdout
         line = next(line for line in demo.stdout if line.startswith("dashboard: "))
@@ -338,14 +338,14 @@ def test_the_page_of_a_running_demo_shows_it_learn(
         demo.communicate(timeout=WAIT_S)
 
 
-def test_what_a_rollout_says_is_text_and_never_markup(
+def test_messages_of_a_rollout_are_text_and_never_markup(
     browser: webdriver.Chrome, address: str, run: FakeRun
 ) -> None:
-    said: list[dict[str, Any]] = [
+    messages: list[dict[str, Any]] = [
         {"role": SCRIPT, "content": SCRIPT},
         {"role": "assistant", "content": [{"text": SCRIPT}]},
     ]
-    rollout_id = run.add_rollout(messages=said)
+    rollout_id = run.add_rollout(messages=messages)
     browser.get(address)
     open_rollout(browser, rollout_id)
     assert text_of(browser, ".chat .said") == SCRIPT

@@ -1,5 +1,5 @@
 """Two real pipelines, each with engines on all four slots and a trainer on two: both train to their
-end, no slot ever has two owners, and a scheduler that is killed meanwhile costs them nothing.
+end, no slot ever has two owners, and a killed scheduler does not affect them.
 """
 
 import os
@@ -30,7 +30,7 @@ EXACT = 1e-3
 """float32 on both sides is within 1e-5."""
 FEW: dict[str, Any] = {**RUN["trainer"], "num_steps": 2}
 MANY: dict[str, Any] = {**RUN["trainer"], "num_steps": 40}
-"""Its trainer is still at work when a test that has seen the second step kills it."""
+"""Enough steps that its trainer still works when a test kills it after the second step."""
 
 
 @pytest.fixture
@@ -41,13 +41,13 @@ def fleet(tmp_path: Path, model: Path) -> Iterator[SharedFleet]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """How, and what it said."""
+    """Wait for the end; return the exit code and the output."""
     out, _ = process.communicate(timeout=LIMIT_S)
     return process.returncode, out
 
 
 def check_trained(fleet: SharedFleet, name: str, num_steps: int = NUM_STEPS) -> None:
-    """It came to its end, with nothing lost and nothing left."""
+    """Check that the run reached its end and lost nothing."""
     run = fleet.folder / name
     summary = read(run / "summary.json")
     assert (summary["num_steps"], summary["num_lost"]) == (num_steps, 0)
@@ -57,7 +57,7 @@ def check_trained(fleet: SharedFleet, name: str, num_steps: int = NUM_STEPS) -> 
 
 
 def check_given_back(fleet: SharedFleet) -> None:
-    """Soon nobody holds or wants anything, and all may ask again."""
+    """Check that soon no pipeline holds or requests anything, and all may request again."""
 
     def are_at_rest() -> bool:
         return all(
@@ -71,19 +71,21 @@ def check_given_back(fleet: SharedFleet) -> None:
 
 
 def until(fleet: SharedFleet, pipeline: str, step: int) -> None:
-    """Until that step is done."""
+    """Wait until that step is done."""
     rows = follow(fleet.folder / pipeline / "metrics.jsonl")
     next(row for row in rows if row["step"] >= step)
 
 
 def check_slots(fleet: SharedFleet) -> None:
-    """Each had its trainer on its own two, and engines on others, one after the other."""
-    stood = fleet.slot_history()
-    assert [each for rows in stood.values() for each in direct_handovers(rows)] == []
+    """Check that each pipeline's trainer used its own two slots, and engines used other slots in
+    turn.
+    """
+    history = fleet.slot_history()
+    assert [each for rows in history.values() for each in direct_handovers(rows)] == []
     for pipeline, trains_on in TRAINS_ON.items():
         was_there = {
             (gpu, cluster)
-            for gpu, rows in stood.items()
+            for gpu, rows in history.items()
             for name, cluster, *_ in rows
             if name == pipeline
         }
@@ -105,7 +107,7 @@ def test_two_pipelines_share_four_slots_and_both_train_to_their_end(fleet: Share
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_scheduler_that_is_killed_in_mid_run_costs_them_nothing(fleet: SharedFleet) -> None:
+def test_a_scheduler_killed_during_a_run_does_not_affect_the_pipelines(fleet: SharedFleet) -> None:
     runs = {pipeline: fleet.begin(pipeline) for pipeline in TRAINS_ON}
     before = fleet.view().scheduler
     until(fleet, "math", step=1)
@@ -121,7 +123,7 @@ def test_a_scheduler_that_is_killed_in_mid_run_costs_them_nothing(fleet: SharedF
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_one_that_is_stopped_gives_back_what_it_had_and_one_whose_trainer_dies_goes_on(
+def test_a_stopped_pipeline_frees_its_slots_and_one_whose_trainer_dies_resumes(
     fleet: SharedFleet,
 ) -> None:
     stopped, goes_on = fleet.begin("code"), fleet.begin("math", trainer=MANY)
@@ -140,7 +142,7 @@ def test_one_that_is_stopped_gives_back_what_it_had_and_one_whose_trainer_dies_g
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_launch_that_is_killed_is_followed_by_the_next_of_its_pipeline_and_nobody_is_called(
+def test_a_killed_launch_is_replaced_by_the_next_of_its_pipeline_without_manual_steps(
     fleet: SharedFleet,
 ) -> None:
     killed = fleet.begin("math", trainer=FEW)
@@ -158,18 +160,18 @@ def test_a_launch_that_is_killed_is_followed_by_the_next_of_its_pipeline_and_nob
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_of_two_runs_of_one_pipeline_in_the_same_moment_one_is_refused_in_one_line(
+def test_one_of_two_simultaneous_runs_of_a_pipeline_is_refused_in_one_line(
     fleet: SharedFleet,
 ) -> None:
     runs = {name: fleet.begin("math", name, trainer=FEW) for name in ("one", "two")}
-    told = {name: ended(process) for name, process in runs.items()}
-    refused, trained = sorted(told, key=lambda name: told[name][0] == 0)
-    code, out = told[refused]
+    results = {name: ended(process) for name, process in runs.items()}
+    refused, trained = sorted(results, key=lambda name: results[name][0] == 0)
+    code, out = results[refused]
     assert (code, out.count("\n")) == (USAGE, 1), out
     assert out.startswith("rollmesh: --pipeline math"), out
     assert "another run has that name and" in out
     assert not (fleet.folder / refused).exists()
-    assert told[trained][0] == 0, told[trained][1]
+    assert results[trained][0] == 0, results[trained][1]
     check_trained(fleet, trained, FEW["num_steps"])
     check_given_back(fleet)
 
@@ -190,7 +192,7 @@ def test_ranks_and_adapters_train_on_a_share_as_well(
 
 @pytest.fixture
 def engines(model: Path) -> Iterator[list[str]]:
-    """Addresses of four that are somebody else's, and serve."""
+    """Addresses of four engines that were not started by the run."""
     begin = (
         "--model-dir",
         str(model),
@@ -206,12 +208,12 @@ def engines(model: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.timeout(300)
-def test_engines_that_are_not_the_runs_own_are_put_to_sleep_and_outlive_it(
+def test_engines_that_the_run_did_not_start_sleep_and_outlive_it(
     fleet: SharedFleet, engines: list[str]
 ) -> None:
     code, out = ended(fleet.begin("math", trainer=FEW, engine={"urls": engines}))
     assert code == 0, out
     check_trained(fleet, "math", FEW["num_steps"])
     check_given_back(fleet)
-    told = [httpx.get(f"{url}/server_info", trust_env=False).json() for url in engines]
-    assert {each["memory_occupation"] for each in told} == {"released"}
+    infos = [httpx.get(f"{url}/server_info", trust_env=False).json() for url in engines]
+    assert {each["memory_occupation"] for each in infos} == {"released"}

@@ -1,4 +1,4 @@
-"""Without a controller: the same loop under a plain torchrun, and nothing to be freed there."""
+"""Without a controller: the same loop under a plain torchrun, with nothing to free."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def output_of(process: "subprocess.Popen[str]") -> str:
     return output
 
 
-def test_one_loop_has_one_curve_with_a_controller_and_without() -> None:
+def test_a_loop_has_the_same_curve_with_and_without_a_controller() -> None:
     with started([*TORCHRUN, *EXAMPLE]) as plain, started([sys.executable, *EXAMPLE]) as led:
         line = re.compile(r"loss (\S+)  (\d+) tokens .*  (\d+) batches drawn ahead")
         curves = [line.findall(output_of(each)) for each in (plain, led)]
@@ -41,23 +41,23 @@ def test_one_loop_has_one_curve_with_a_controller_and_without() -> None:
 
 def test_a_plain_rank_calls_its_own_roles_and_holds_nothing() -> None:
     with started([*TORCHRUN, "-m", "tests.flow.plain_program"]) as program:
-        said = json.loads(output_of(program))
-    assert said["is_as_it_was"]
-    assert said["plane"] == [True, True], "no store, and no fetch buffer"
-    assert said["own"] == [0.0, 1.0, 1], "of one row of zeros"
-    assert said["of_all"] == [3.0 + 6.0, (1 * 1.0 + 2 * 2.0) / 3, 1], "a mean weighs by rows"
-    assert said["twice"] == [0.0, 0.0, 0.0], "one's own row, whatever the others had"
-    assert said["setting"] == "blue"
-    assert said["error"] == "no sums.nothing here: sums"
-    assert said["held"] == [0, 0, 0]
-    assert said["capacity"] == [4, 3], "what is seen is what paces"
+        values = json.loads(output_of(program))
+    assert values["is_as_it_was"]
+    assert values["plane"] == [True, True], "no store, and no fetch buffer"
+    assert values["own"] == [0.0, 1.0, 1], "of one row of zeros"
+    assert values["of_all"] == [3.0 + 6.0, (1 * 1.0 + 2 * 2.0) / 3, 1], "a mean weighs by rows"
+    assert values["twice"] == [0.0, 0.0, 0.0], "one's own row, whatever the others had"
+    assert values["setting"] == "blue"
+    assert values["error"] == "no sums.nothing here: sums"
+    assert values["held"] == [0, 0, 0]
+    assert values["capacity"] == [4, 3], "what is seen is what paces"
 
 
 @pytest.mark.parametrize(
     ("world_size", "line"),
     [(None, "WORLD_SIZE is not set: start this by torchrun"), ("4", "started 4 ranks, the plan")],
 )
-def test_a_plain_rank_that_is_not_one_of_the_plans_is_refused(
+def test_a_plain_rank_outside_of_the_plan_is_refused(
     monkeypatch: pytest.MonkeyPatch, world_size: str | None, line: str
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)

@@ -1,4 +1,5 @@
-"""Publications on real engines: exact ones are never fenced, ones that ignore updates are found.
+"""Publications on real engines: exact engines are never fenced, engines that ignore updates are
+found.
 
 A trainer's own policy, publisher and router, and embedded engines over HTTP.
 """
@@ -66,7 +67,7 @@ async def test_bfloat16_engine_that_ignores_updates_of_small_steps_is_found(
 
 
 def _find(model: Path, folder: Path, exact: str, stuck: str) -> PublishReport:
-    """Publish small steps until an engine fails; returns that publication's report."""
+    """Publish small steps until an engine fails; return that publication's report."""
     with publications(model, [exact, stuck], folder, SMALL_STEPS) as run:
         assert set(run.publish().updated) == {exact, stuck}
         for _ in range(MAX_PUBLICATIONS):
@@ -79,14 +80,14 @@ def _find(model: Path, folder: Path, exact: str, stuck: str) -> PublishReport:
 
 
 @pytest.mark.slow
-async def test_run_whose_engine_accepts_nothing_says_why_and_ends(
+async def test_a_run_whose_engine_accepts_no_update_ends_with_the_reason(
     model: Path, tmp_path: Path
 ) -> None:
     other, settings = tmp_path / "other", tmp_path / "mesh.toml"
     settings.write_text(f'[model]\npath = "{model}"\n')
     write_tiny_model(other, ["higher lower correct"] * 50, TinyShape(), 1)
     async with ignoring(other, "--weight-version", "0", num_loads=0) as engine:
-        words = ["up", "--no-live"]
+        args = ["up", "--no-live"]
         for setting in (
             f"model.path={model}",
             "model.max_context_tokens=512",
@@ -95,8 +96,8 @@ async def test_run_whose_engine_accepts_nothing_says_why_and_ends(
             "publish.accept_timeout_s=3",
             "dashboard.enabled=false",
         ):
-            words += ["--set", setting]
-        argv = [sys.executable, "-m", "rollmesh.cli.main", *words]
+            args += ["--set", setting]
+        argv = [sys.executable, "-m", "rollmesh.cli.main", *args]
         run = await asyncio.create_subprocess_exec(
             *argv, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )

@@ -1,4 +1,6 @@
-"""A rank process whose controller is this test, which says what no controller would."""
+"""A rank process whose controller is this test, which sends messages that no controller would
+send.
+"""
 
 import subprocess
 import sys
@@ -29,27 +31,27 @@ WAIT_S = 60.0
 SUM = encode_values(((1.0,), {}, None))
 
 
-class Led:
-    """The rank, heard and told."""
+class ScriptedRank:
+    """A rank process and its message stream."""
 
     def __init__(self, hub: Hub, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
         self._hub = hub
-        self._heard = self._said()
+        self._messages = self._receive()
 
     def next(self) -> AnyMessage:
-        """What it says, but for its beats."""
-        return next(self._heard)
+        """Return its next message, except heartbeats."""
+        return next(self._messages)
 
-    def tell(self, message: RankMessage, body: bytes = b"") -> None:
+    def send(self, message: RankMessage, body: bytes = b"") -> None:
         assert self._hub.send(b"rank-0", Packet(message, body=body))
 
     def stage(self, call_id: int) -> None:
-        """A call for which it then has all that it needs."""
-        self.tell(StageCall(-1, call_id, "sums", "all_of", -1), SUM)
+        """Stage a call, and wait until the rank has all arguments."""
+        self.send(StageCall(-1, call_id, "sums", "all_of", -1), SUM)
         assert self.next() == CallStaged(0, call_id)
 
-    def _said(self) -> Iterator[AnyMessage]:
+    def _receive(self) -> Iterator[AnyMessage]:
         while True:
             wait([self._hub], None, WAIT_S)
             for _, packet in self._hub.receive():
@@ -58,7 +60,7 @@ class Led:
 
 
 @contextmanager
-def led() -> Iterator[Led]:
+def led() -> Iterator[ScriptedRank]:
     """A rank that is ready."""
     with closing(Hub("tcp://127.0.0.1:0")) as hub:
         spec = RankSpec(
@@ -72,21 +74,23 @@ def led() -> Iterator[Led]:
         argv = [sys.executable, "-m", MODULE, "--spec", to_argument(spec)]
         with subprocess.Popen(argv) as process:
             try:
-                rank = Led(hub, process)
+                rank = ScriptedRank(hub, process)
                 hello = rank.next()
                 assert isinstance(hello, RankHello)
-                rank.tell(FormGroup(-1))
+                rank.send(FormGroup(-1))
                 assert isinstance(rank.next(), RankReady)
                 yield rank
             finally:
                 process.kill()
 
 
-def test_a_rank_that_missed_the_word_to_run_a_call_runs_no_later_one() -> None:
+def test_a_rank_that_missed_a_run_message_runs_no_later_call() -> None:
     with led() as rank:
         for call_id in (1, 2, 3):
             rank.stage(call_id)
-        rank.tell(RunCall(-1, 1))
+        rank.send(RunCall(-1, 1))
         assert rank.next() == CallEnded(0, 1)
-        rank.tell(RunCall(-1, 3))  # 2 was lost: the others run it, and would meet this one in it
+        rank.send(
+            RunCall(-1, 3)
+        )  # 2 was lost: the other ranks run it, and would meet this one in it
         assert rank.process.wait(WAIT_S) == FAILED

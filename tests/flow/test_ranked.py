@@ -1,4 +1,6 @@
-"""The policy on several ranks: the curve of one, the same model on disk, and nothing left over."""
+"""The policy on several ranks: the curve of one rank, the same model on disk, and nothing left
+over.
+"""
 
 import functools
 from collections.abc import Callable
@@ -28,15 +30,15 @@ SETTINGS = TrainerConfig(
     microbatch_tokens=150,  # so that ranks have different numbers of forwards
 )
 ALIKE = 1e-4
-"""The bound of the promise; 20 steps were within 3e-7 by loss, 2e-5 by gradient norm."""
+"""The tolerance; 20 steps were within 3e-7 by loss, 2e-5 by gradient norm."""
 
 
 STEPS = {policy_version: 2 - policy_version for policy_version in range(5)}
-"""After how many steps each version that the batches name was made: none of them is the newest."""
+"""The number of steps before each version that the batches name; none of them is the newest."""
 
 
 def batch(step: int) -> list[Sample]:
-    """Five groups of siblings, of many lengths: no number of ranks but one divides them."""
+    """Five groups of siblings of many lengths; no number of ranks but one divides them."""
     chance = np.random.default_rng(step)
     samples = []
     for group in range(5):
@@ -79,7 +81,7 @@ Alone = Callable[[TrainerConfig], tuple[list[StepReport], Policy]]
 
 @pytest.fixture(scope="module")
 def alone(model_folder: Path) -> Alone:
-    """One rank's reports, and its policy then."""
+    """One rank's reports, and its policy at the end."""
 
     @functools.cache
     def of(settings: TrainerConfig) -> tuple[list[StepReport], Policy]:
@@ -101,7 +103,7 @@ def alone(model_folder: Path) -> Alone:
         (2, 3, "rollout", "recorded", 6),
     ],
 )
-def test_any_number_of_ranks_gives_the_curve_of_one(
+def test_any_number_of_ranks_has_the_same_curve(
     num_ranks: int,
     num_minibatches: int,
     loss_weight: LossWeight,
@@ -155,7 +157,7 @@ def test_any_number_of_ranks_gives_the_curve_of_one(
 
 
 @pytest.mark.slow
-def test_ranks_train_and_write_the_adapters_of_one(
+def test_ranks_train_and_write_the_same_adapters_as_one_rank(
     model_folder: Path, alone: Alone, tmp_path: Path
 ) -> None:
     settings = msgspec.structs.replace(SETTINGS, lora_rank=4, learning_rate=0.01, num_steps=4)
@@ -182,7 +184,7 @@ def test_ranks_train_and_write_the_adapters_of_one(
     assert (tmp_path / "one" / config).read_text() == (tmp_path / "two" / config).read_text()
 
 
-def test_ranks_skip_a_step_that_is_not_finite_together_and_write_no_such_weights(
+def test_all_ranks_skip_a_step_that_is_not_finite_and_write_no_such_weights(
     model_folder: Path, tmp_path: Path
 ) -> None:
     wild = {"learning_rate": 3e37, "weight_decay": 11.0}

@@ -1,4 +1,6 @@
-"""Read-only tensors go wherever torch takes tensors: autograd, transforms, collectives, loaders."""
+"""Read-only tensors work wherever torch takes tensors: autograd, transforms, collectives,
+loaders.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ def local(tensor: torch.Tensor) -> Any:
     return to_tensor(to_content(tensor))
 
 
-def test_gradients_flow_through_it() -> None:
+def test_gradients_flow_through_a_read_only_tensor() -> None:
     x = local(torch.arange(4, dtype=torch.float32))
     weight = nn.Parameter(torch.ones(4))
     torch.autograd.backward((weight * x).sum())
@@ -34,7 +36,7 @@ def test_gradients_flow_through_it() -> None:
     assert layer.weight.grad is not None
 
 
-def test_function_transforms_take_it() -> None:
+def test_function_transforms_take_a_read_only_tensor() -> None:
     x = local(torch.ones(3, 4))
     assert torch.vmap(torch.sum)(x).tolist() == [4, 4, 4]
     gradient = torch.func.grad(lambda w: (w * x).sum())(torch.ones(3, 4))
@@ -42,12 +44,12 @@ def test_function_transforms_take_it() -> None:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Traced as a whole."""
+    """Compile without graph breaks."""
     traced: Callable[..., Any] = torch.compile(function, backend="eager", fullgraph=True)
     return traced
 
 
-def test_a_compiled_function_takes_it() -> None:
+def test_a_compiled_function_takes_a_read_only_tensor() -> None:
     x = local(torch.ones(3, 4))
     result = compiled(lambda a, w: (a * w).sum() + w.add_(a).sum() + a[0].sum())(
         x, torch.ones(3, 4)
@@ -65,7 +67,9 @@ def test_a_compiled_function_takes_it() -> None:
         lambda a: nn.functional.relu(a, inplace=True),
     ],
 )
-def test_a_compiled_function_that_writes_to_it_is_refused(write: Callable[[Any], Any]) -> None:
+def test_a_compiled_function_that_writes_to_a_read_only_tensor_is_refused(
+    write: Callable[[Any], Any],
+) -> None:
     x = local(torch.ones(3, 4))
     with pytest.raises(TensorError, match=r"would write to a read-only tensor"):
         torch.compile(write, backend="eager")(x)
@@ -74,7 +78,7 @@ def test_a_compiled_function_that_writes_to_it_is_refused(write: Callable[[Any],
 
 @pytest.fixture
 def lone_rank(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group of this process only."""
     meeting = f"file://{tmp_path}/meeting"
     distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     yield
@@ -82,7 +86,7 @@ def lone_rank(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("lone_rank")
-def test_collectives_take_it() -> None:
+def test_collectives_take_a_read_only_tensor() -> None:
     x = local(torch.ones(3, 4))
     gathered = [torch.empty(3, 4)]
     distributed.all_gather(gathered, x)
@@ -111,7 +115,9 @@ def test_collectives_take_it() -> None:
         lambda x: distributed.reduce_scatter(x, [torch.ones(3, 4)]),
     ],
 )
-def test_a_collective_that_receives_into_it_is_refused(receive: Callable[[Any], Any]) -> None:
+def test_a_collective_that_receives_into_a_read_only_tensor_is_refused(
+    receive: Callable[[Any], Any],
+) -> None:
     x = local(torch.ones(3, 4))
     with pytest.raises(TensorError, match=r"would write to a read-only tensor, .* clone\(\)"):
         receive(x)
@@ -119,7 +125,7 @@ def test_a_collective_that_receives_into_it_is_refused(receive: Callable[[Any], 
 
 
 @pytest.mark.usefixtures("lone_rank")
-def test_sharded_models_take_it_and_their_tensors_are_refused() -> None:
+def test_sharded_models_take_a_read_only_tensor_and_their_own_tensors_are_refused() -> None:
     mesh = init_device_mesh("cpu", (1,))
     layer = nn.Linear(4, 1)
     fully_shard(layer, mesh=mesh)
@@ -132,7 +138,7 @@ def test_sharded_models_take_it_and_their_tensors_are_refused() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_data_loader_collates_it(num_workers: int) -> None:
+def test_a_data_loader_collates_read_only_tensors(num_workers: int) -> None:
     rows: Any = [local(torch.full((4,), float(n))) for n in range(8)]
     loader: Any = torch.utils.data.DataLoader(rows, batch_size=4, num_workers=num_workers)
     batches = list(loader)
@@ -140,8 +146,8 @@ def test_a_data_loader_collates_it(num_workers: int) -> None:
     assert torch.equal(torch.cat(batches)[:, 0], torch.arange(8.0))
 
 
-def test_it_is_pinned_like_any_other() -> None:
-    # Where there is no device to pin for, torch says so of a plain tensor as well.
+def test_a_read_only_tensor_is_pinned_like_any_other() -> None:
+    # Without a device to pin for, torch also refuses a plain tensor.
     try:
         torch.ones(2).pin_memory()
     except RuntimeError as error:

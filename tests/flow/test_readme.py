@@ -55,20 +55,20 @@ def commands(name: str, verb: str = "") -> list[list[str]]:
     return [line for line in lines if line[: len(verb.split())] == verb.split()]
 
 
-def run(words: list[str], folder: Path) -> str:
-    """Standard output of a command that must succeed."""
+def run(argv: list[str], folder: Path) -> str:
+    """Run a command that must succeed; return its standard output."""
     ended = subprocess.run(
-        words, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False
+        argv, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
 @contextmanager
-def running(words: list[str], folder: Path, ends_with: int) -> Iterator[subprocess.Popen[str]]:
-    """A command that runs until the block ends, and is then stopped as Ctrl-C does."""
+def running(argv: list[str], folder: Path, ends_with: int) -> Iterator[subprocess.Popen[str]]:
+    """Run a command until the block ends, then stop it as Ctrl-C does."""
     with subprocess.Popen(
-        words, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+        argv, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             yield process
@@ -107,7 +107,7 @@ def test_every_snippet_is_run_by_a_test() -> None:
     assert len(shown) == len(SHELL)
 
 
-def test_the_own_agent_trains_is_looked_at_and_resumes(project: Path) -> None:
+def test_the_readmes_agent_trains_is_inspected_and_resumes(project: Path) -> None:
     [play], [init] = commands("agent", "rollmesh play"), commands("agent", "rollmesh init")
     assert "=== completed, reward " in run(play, project)
     assert "before `rollmesh up" not in run(init, project)
@@ -133,15 +133,15 @@ def test_the_extra_of_the_install_command_exists() -> None:
     assert extra in project["optional-dependencies"]
 
 
-def test_the_settings_are_settings(tmp_path: Path) -> None:
+def test_the_readmes_settings_are_valid(tmp_path: Path) -> None:
     [text] = snippets("toml")
     (tmp_path / "mesh.toml").write_text(text)
     assert load_config(tmp_path / "mesh.toml").env == "my_env:MyEnv"
 
 
 def test_the_model_is_evaluated(project: Path) -> None:
-    [words] = commands("eval", "rollmesh eval")
-    assert run(words, project).startswith("guess: 400 rollouts of 7 tasks")
+    [argv] = commands("eval", "rollmesh eval")
+    assert run(argv, project).startswith("guess: 400 rollouts of 7 tasks")
     assert len((project / "runs/eval/results.jsonl").read_bytes().splitlines()) == 400
 
 
@@ -150,8 +150,8 @@ def test_the_gateway_serves_the_curl_commands(project: Path) -> None:
     with listen("127.0.0.1:0") as first, listen("127.0.0.1:0") as second:
         ports = [str(each.getsockname()[1]) for each in (first, second)]
     [engine, gateway] = [
-        shlex.split(" ".join(words).removesuffix(" &").replace("30000", ports[0]))
-        for words in commands("serve")
+        shlex.split(" ".join(argv).removesuffix(" &").replace("30000", ports[0]))
+        for argv in commands("serve")
     ]
     page = (ROOT / "docs/howto/gateway.md").read_text()
     [here] = re.findall(r"^```sh\n(gateway=.*?)^```$", page, re.DOTALL | re.MULTILINE)
@@ -162,8 +162,8 @@ def test_the_gateway_serves_the_curl_commands(project: Path) -> None:
     ):
         assert process.stdout
         assert process.stdout.readline().startswith("rollmesh gateway: http://127.0.0.1:")
-        told = run(["bash", "-euc", here], project).replace("}{", "}\n{")
-    chat, message, rewarded, finished, deleted = map(orjson.loads, told.splitlines())
+        output = run(["bash", "-euc", here], project).replace("}{", "}\n{")
+    chat, message, rewarded, finished, deleted = map(orjson.loads, output.splitlines())
     assert (chat["object"], message["type"]) == ("chat.completion", "message")
     assert (rewarded["metadata"], rewarded["reward"]) == ({"task": 7}, 1.0)
     assert finished["session_id"] == deleted["session_id"]
@@ -172,15 +172,15 @@ def test_the_gateway_serves_the_curl_commands(project: Path) -> None:
 
 
 def test_the_make_targets_exist() -> None:
-    for words in commands("make"):
-        assert run([*words, "--dry-run"], ROOT)
+    for argv in commands("make"):
+        assert run([*argv, "--dry-run"], ROOT)
 
 
 def test_the_compose_commands_name_files_and_services_that_exist() -> None:
     page = (ROOT / "docs/howto/containers.md").read_text()
     [shown] = re.findall(r"^```sh\n(docker compose .*?)^```$", page, re.DOTALL | re.MULTILINE)[:1]
-    for words in map(shlex.split, shown.splitlines()):
-        file = ROOT / words[words.index("-f") + 1]
+    for argv in map(shlex.split, shown.splitlines()):
+        file = ROOT / argv[argv.index("-f") + 1]
         services = YAML(typ="safe").load(file.read_text())["services"]
-        named = [each.partition("=")[0] for each in words if "=" in each]
-        assert {*named, *(words[-1:] if words[-1].isalpha() else [])} - {"down"} <= services.keys()
+        named = [each.partition("=")[0] for each in argv if "=" in each]
+        assert {*named, *(argv[-1:] if argv[-1].isalpha() else [])} - {"down"} <= services.keys()

@@ -1,4 +1,6 @@
-"""The field's recipes on real roles: each learns, each step leaves nothing, on one rank or two."""
+"""The common recipes on real roles: each learns, and each step leaves nothing behind, on one rank
+or two.
+"""
 
 import math
 import re
@@ -24,17 +26,20 @@ pytestmark = pytest.mark.slow
 
 NUM_STEPS = 20
 ALIKE = 1e-4
-"""The bound of the promise; losses were within 1e-5. Of larger figures (a divergence of 70 nats)
-it is a share."""
+"""The tolerance; losses were within 1e-5. For larger figures (a divergence of 70 nats) it is
+relative.
+"""
 ROLES = ("actor", "reference", "critic", "scorer")
 ORDER = ("sft", "dpo", "grpo", "ppo", "reward")
-"""Every other one is to prefer what the one before it taught to shun."""
-# More than one forward pass a step, and not as many at each rank.
+"""Every second recipe prefers what the one before it taught to avoid."""
+# More than one forward pass a step, and a different number at each rank.
 TRAINER = TrainerConfig(learning_rate=3e-3, microbatch_tokens=80)
 
 
-class Course(NamedTuple):
-    """What 20 steps of a recipe reported, left, and were good for."""
+class RecipeRun(NamedTuple):
+    """The reports of 20 steps of a recipe, what they left in memory, and the results before and
+    after.
+    """
 
     reports: list[Report]
     held: list[TensorUsage]
@@ -42,11 +47,11 @@ class Course(NamedTuple):
     right_after: float
 
 
-def courses(folder: Path, num_ranks: int) -> dict[str, Course]:
-    """All recipes, one after the other, on the same roles."""
+def courses(folder: Path, num_ranks: int) -> dict[str, RecipeRun]:
+    """Run all recipes one after the other on the same roles."""
     specs = role_specs(ROLES, str(folder), TRAINER, LOSSES)
     plan = RankPlan(topology=Topology(num_ranks), roles=specs, plane=SMALL)
-    told = {}
+    runs = {}
     with serving_runtime() as home, TrainController(plan, home) as controller:
         for at, name in enumerate(ORDER):
             reports, held, turned = [], [], at % 2 == 1
@@ -56,8 +61,8 @@ def courses(folder: Path, num_ranks: int) -> dict[str, Course]:
                 reports.append(RECIPES[name].step(controller, rows, step))
                 held.append(controller.end_step(step))
             after = share_correct(controller, home.plane, name, turned)
-            told[name] = Course(reports, held, before, after)
-    return told
+            runs[name] = RecipeRun(reports, held, before, after)
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +73,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_one(model_folder: Path) -> dict[str, Course]:
+def on_one(model_folder: Path) -> dict[str, RecipeRun]:
     return courses(model_folder, 1)
 
 
 @pytest.fixture(scope="module")
-def on_two(model_folder: Path) -> dict[str, Course]:
+def on_two(model_folder: Path) -> dict[str, RecipeRun]:
     return courses(model_folder, 2)
 
 
 @pytest.mark.parametrize("name", ORDER)
-def test_a_recipe_learns_and_every_step_leaves_nothing_anywhere(
-    on_two: dict[str, Course], name: str
+def test_a_recipe_learns_and_no_step_leaves_anything_behind(
+    on_two: dict[str, RecipeRun], name: str
 ) -> None:
     course = on_two[name]
     assert (course.right_before <= 0.25, course.right_after) == (True, 1.0)
@@ -96,14 +101,16 @@ def test_a_recipe_learns_and_every_step_leaves_nothing_anywhere(
     ("name", "what"),
     [("sft", "loss"), ("dpo", "loss"), ("ppo", "value_loss"), ("reward", "loss")],
 )
-def test_what_a_recipe_makes_small_falls(on_two: dict[str, Course], name: str, what: str) -> None:
+def test_the_quantity_that_a_recipe_minimizes_falls(
+    on_two: dict[str, RecipeRun], name: str, what: str
+) -> None:
     figures = [report[what] for report in on_two[name].reports]
     assert sum(figures[-3:]) < 0.5 * sum(figures[:3])
 
 
 @pytest.mark.parametrize("name", ORDER)
 def test_a_recipe_is_the_same_on_one_rank_and_on_two(
-    on_one: dict[str, Course], on_two: dict[str, Course], name: str
+    on_one: dict[str, RecipeRun], on_two: dict[str, RecipeRun], name: str
 ) -> None:
     for one, two in zip(on_one[name].reports, on_two[name].reports, strict=True):
         assert one == pytest.approx(two, rel=ALIKE, abs=ALIKE)
@@ -114,24 +121,24 @@ def test_a_model_that_cannot_be_packed_makes_as_many_forward_passes_at_each_rank
 ) -> None:
     write_soft_capped(tmp_path)
     rows = drawn(0, 5, 12, 12, 7, 9, 4)
-    told = [*zip(rows, one_by_one(tmp_path, rows), strict=True)]
+    expected = [*zip(rows, one_by_one(tmp_path, rows), strict=True)]
     specs = role_specs(RECIPES["dpo"].roles, str(tmp_path), TRAINER)
     plan = RankPlan(topology=Topology(2), roles=specs, plane=SMALL)
     with serving_runtime() as home, TrainController(plan, home) as controller:
         batch = controller.take(home.plane.remotize(rows), 0)
-        # Three pairs for two ranks: one has two of its own, the other one and padding.
+        # Three pairs for two ranks: one has two pairs, the other one and padding.
         preferred = RECIPES["dpo"].step(controller, batch, 0)
         untouched = controller.call(
             RoleCall("reference.logprobs", 0, DispatchRule(uneven="pad")), batch
         )
-        for each, (_, logprobs) in zip(home.plane.localize(untouched), told, strict=True):
+        for each, (_, logprobs) in zip(home.plane.localize(untouched), expected, strict=True):
             assert each.tolist() == pytest.approx(logprobs.tolist(), abs=1e-5)
         texts = RECIPES["sft"].step(controller, batch, 0)
     assert preferred["loss"] == pytest.approx(math.log(2))
-    assert (preferred["num"], texts["num"]) == (3, sum(len(logprobs) for _, logprobs in told))
+    assert (preferred["num"], texts["num"]) == (3, sum(len(logprobs) for _, logprobs in expected))
 
 
-def test_the_example_says_what_training_was_good_for() -> None:
+def test_the_example_prints_the_gain_of_training() -> None:
     argv = [sys.executable, "-m", "examples.recipes.train", "--recipe", "reward"]
     shown = subprocess.run(
         [*argv, "--ranks", "1", "--steps", "2"], capture_output=True, text=True, timeout=100

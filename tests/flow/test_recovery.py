@@ -1,7 +1,7 @@
-"""A trainer may die at any time: nothing that finished is lost, and nothing is trained twice.
+"""A trainer may die at any time: no finished work is lost, and nothing is trained twice.
 
-Trainers on a living mesh, killed (-9) at instants that a seed decides, each a life of one run; then
-the journal, the records and the summary are held against each other.
+Trainers on a running mesh are killed (-9) at moments that a seed determines, each an incarnation of
+one run; then the journal, the records and the summary are compared.
 """
 
 import itertools
@@ -19,9 +19,11 @@ from tests.flow.trained_mesh import model as model  # the fixture
 
 NUM_KILLS = 5
 MOST_STEPS = 4
-"""That a life does beyond those that are known, before it is killed."""
+"""The most steps that an incarnation does beyond the known ones before it is killed."""
 LONGEST_PAUSE_S = 0.4
-"""Between the last of them and the kill: of a step's length, or of a trainer's beginning."""
+"""Longest time between the last of them and the kill, about as long as a step or a trainer's
+start.
+"""
 CURVE = ("loss", "entropy", "kl", "grad_norm", "success", "reward", "num_tokens", "age_histogram")
 
 
@@ -33,7 +35,7 @@ def mesh(tmp_path: Path, model: Path) -> Iterator[TrainedMesh]:
 
 
 def curve(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """By step, what a step that is done again must bring again."""
+    """The figures of each step that a repeated step must reproduce."""
     return {row["step"]: {name: row[name] for name in CURVE} for row in rows}
 
 
@@ -54,7 +56,7 @@ def test_a_journal_at_its_byte_budget_forces_checkpoints_and_loses_nothing(
         mesh.until(num_rows=12)
         assert mesh.kill(pid) == -9
         mesh.begin()
-        assert mesh.end() == OK, mesh.told()
+        assert mesh.end() == OK, mesh.stderr_output()
         check_rows(mesh)
         log = (mesh.run / "logs" / "trainer.log").read_text()
         num_forced = log.count("checkpoint.saved") - log.count("publisher.closed")
@@ -76,41 +78,44 @@ def test_fifty_kills_lose_nothing_either(tmp_path: Path, model: Path) -> None:
 
 
 def kill_often(mesh: TrainedMesh, num_kills: int, seed: int) -> list[dict[str, Any]]:
-    """Then let it come to its end; the rows that were there before each kill."""
+    """Kill the trainer `num_kills` times, then run it to its end; return the rows written before
+    each kill.
+    """
     chance, seen = random.Random(seed), list[dict[str, Any]]()
-    lives = [num_told(mesh)]
+    recoveries = [num_recoveries(mesh)]
     for _ in range(num_kills):
         pid, num_steps = mesh.begin(), len(curve(seen)) + chance.randint(0, MOST_STEPS)
         mesh.until(num_steps)
-        assert mesh.outlives(chance.uniform(0.0, LONGEST_PAUSE_S)), mesh.told()
+        assert mesh.outlives(chance.uniform(0.0, LONGEST_PAUSE_S)), mesh.stderr_output()
         assert mesh.kill(pid) == -9
         rows = mesh.rows("metrics.jsonl")
-        is_first = not lives[-1] and not seen
-        lives.append(num_told(mesh))
-        # Who is killed before it has found what there is, is no life; who has trained, is one.
+        is_first = not recoveries[-1] and not seen
+        recoveries.append(num_recoveries(mesh))
+        # A process killed before it has read the run's state is no incarnation; one that has
+        # trained is.
         has_trained = len(curve(seen + rows)) > len(curve(seen))
-        num_new = lives[-1] - lives[-2]
+        num_new = recoveries[-1] - recoveries[-2]
         assert num_new <= 1
         assert num_new or is_first or not has_trained
         seen += rows
     mesh.begin()
-    assert mesh.end() == OK, mesh.told()
-    assert num_told(mesh) == lives[-1] + 1
-    assert mesh.summary()["num_lives"] == num_told(mesh) + 1
+    assert mesh.end() == OK, mesh.stderr_output()
+    assert num_recoveries(mesh) == recoveries[-1] + 1
+    assert mesh.summary()["num_lives"] == num_recoveries(mesh) + 1
     assert mesh.summary()["num_steps_redone"] > 0
     return seen
 
 
-def num_told(mesh: TrainedMesh) -> int:
-    """Lives that have said what they go on from."""
+def num_recoveries(mesh: TrainedMesh) -> int:
+    """Incarnations that have reported their recovery."""
     return len(mesh.rows("recoveries.jsonl"))
 
 
 def check(mesh: TrainedMesh, seen: list[dict[str, Any]]) -> None:
-    """The run is whole, whatever happened; `seen` are rows that earlier lives had written."""
+    """Check that the run is complete; `seen` are rows that earlier incarnations had written."""
     history, summary = RunHistory(mesh.run), mesh.summary()
     num_steps, samples = mesh.config.trainer.num_steps, mesh.config.trainer.samples_per_group
-    # Each step stands in the history once, and each group in one step.
+    # Each step is in the history once, and each group in one step.
     assert history.num_steps_taken == dict.fromkeys(range(num_steps), 1)
     trained = history.trained()
     assert len(set(trained)) == len(trained)
@@ -118,19 +123,23 @@ def check(mesh: TrainedMesh, seen: list[dict[str, Any]]) -> None:
     rows, rollouts = check_rows(mesh)
     steps = {str(group_id): step for step, ids in history.steps.items() for group_id in ids}
     for row in rollouts:
-        assert row["step"] == steps.get(row["rollout_id"].rpartition("/")[0])
+        assert row["step"] == steps.get(
+            row["rollout_id"].rpartition("/")[0]
+        )  # The curve is continuous: repeated steps reproduced their figures.
     assert summary["num_asked"] == len(history.asked) * samples
     # The curve goes on: what was done again came out as it was.
     final = curve(rows)
     for step, figures in curve(seen).items():
         assert final[step] == figures
-    # And so do the tasks: none was passed over, and none came twice.
+    # Tasks are continuous too: none was skipped or repeated.
     env, seed = GuessEnv(), mesh.config.run.seed
     assert history.tasks == list(itertools.islice(env.tasks("train", seed), len(history.tasks)))
 
 
 def check_rows(mesh: TrainedMesh) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Steps and rollouts: each once, and what was asked for is trained, dropped or open."""
+    """Check steps and rollouts: each is there once, and each request is trained, dropped or
+    open.
+    """
     rows, rollouts = mesh.rows("metrics.jsonl"), mesh.rows("trajectories.jsonl")
     assert [row["step"] for row in rows] == list(range(mesh.config.trainer.num_steps))
     assert len({row["rollout_id"] for row in rollouts}) == len(rollouts)

@@ -1,4 +1,6 @@
-"""A real gateway that relays: its book, real SDKs, and a gateway in tokens as its upstream."""
+"""A real gateway in relay mode: its journal, real SDKs, and a gateway in tokens mode as its
+upstream.
+"""
 
 import asyncio
 import io
@@ -29,12 +31,12 @@ ANSWER = b'{"choices":[{"message":{"content":"4"}}]}'
 
 
 async def test_a_relayed_session_from_its_opening_to_its_deletion(tmp_path: Path) -> None:
-    told = [
+    answers = [
         provider_answer("b", [1, 2], [3, 4], id="chatcmpl-1"),
         provider_answer("d", [1, 2, 3, 4, 5], [6], id="chatcmpl-2"),
     ]
     async with (
-        ScriptedProvider(told) as provider,
+        ScriptedProvider(answers) as provider,
         serving(tmp_path, "--capture", "relay", "--engine", provider.url) as gateway,
     ):
         opened = await gateway.open(metadata={"task": 7})
@@ -73,10 +75,10 @@ async def test_a_relayed_session_from_its_opening_to_its_deletion(tmp_path: Path
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_relay_before_a_gateway_keeps_the_same_samples(
+async def test_a_relay_in_front_of_a_gateway_records_the_same_samples(
     tmp_path: Path, is_stream: bool
 ) -> None:
-    """What engines provider_answer in their chat routes and what we know of the tokens are one."""
+    """The tokens that engines report in their chat routes are those that the relay records."""
     (tmp_path / "outer").mkdir()
     key_file = tmp_path / "key"
     async with (
@@ -86,15 +88,15 @@ async def test_a_relay_before_a_gateway_keeps_the_same_samples(
         opened = await inner.open()
         key_file.touch(mode=0o600)
         key_file.write_text(opened["api_key"] + "\n")
-        words = ["--capture", "relay", "--engine", inner.address]
-        words += ["--upstream-key-file", str(key_file)]
-        async with serving(tmp_path / "outer", *words) as outer:
+        args = ["--capture", "relay", "--engine", inner.address]
+        args += ["--upstream-key-file", str(key_file)]
+        async with serving(tmp_path / "outer", *args) as outer:
             relayed = await outer.open()
             messages: list[Any] = [{"role": "user", "content": "guess"}]
             asked = {"stream": is_stream, "logprobs": True, "return_token_ids": True}
-            for word in ("higher", "lower"):
-                said = await chat(outer, relayed, {"messages": messages, **asked})
-                messages = [*messages, said, {"role": "user", "content": word}]
+            for hint in ("higher", "lower"):
+                reply = await chat(outer, relayed, {"messages": messages, **asked})
+                messages = [*messages, reply, {"role": "user", "content": hint}]
             kept = await finish(outer, relayed)
         exact = await finish(inner, opened)
     [mine], [theirs] = exact["samples"], kept["samples"]
@@ -103,17 +105,17 @@ async def test_a_relay_before_a_gateway_keeps_the_same_samples(
     assert sum(mine["loss_mask"]) == 16
 
 
-async def test_real_sdks_find_every_dialect_behind_a_relay(tmp_path: Path) -> None:
-    """What they insist on of an answer is still there, plain and streamed."""
+async def test_real_sdks_work_with_every_dialect_behind_a_relay(tmp_path: Path) -> None:
+    """The fields that SDKs require of an answer are still there, plain and streamed."""
     (tmp_path / "outer").mkdir()
     hi: Any = [{"role": "user", "content": "hi"}]
     async with ScriptedEngine(next_token) as engine, sampling(tmp_path, engine) as inner:
         key_file = tmp_path / "key"
         key_file.touch(mode=0o600)
         key_file.write_text((await inner.open())["api_key"])
-        words = ["--capture", "relay", "--engine", inner.address]
-        words += ["--upstream-key-file", str(key_file)]
-        async with serving(tmp_path / "outer", *words) as outer:
+        args = ["--capture", "relay", "--engine", inner.address]
+        args += ["--upstream-key-file", str(key_file)]
+        async with serving(tmp_path / "outer", *args) as outer:
             opened = await outer.open()
             url = opened["base_url"]
             async with openai.AsyncOpenAI(api_key=opened["api_key"], base_url=url) as client:
@@ -126,23 +128,23 @@ async def test_real_sdks_find_every_dialect_behind_a_relay(tmp_path: Path) -> No
                     assert [each.type async for each in events][-1] == "response.incomplete"
             base = opened["path_url"].removesuffix("/v1")
             async with anthropic.AsyncAnthropic(api_key="unused", base_url=base) as other:
-                said: Any = {"model": "m", "max_tokens": 8, "messages": hi}
-                assert (await other.messages.create(**said)).stop_reason == "max_tokens"
-                async with other.messages.stream(**said) as blocks:
+                request: Any = {"model": "m", "max_tokens": 8, "messages": hi}
+                assert (await other.messages.create(**request)).stop_reason == "max_tokens"
+                async with other.messages.stream(**request) as blocks:
                     assert (await blocks.get_final_message()).usage.output_tokens == 8
                 counted = await other.messages.count_tokens(model="m", messages=hi)
                 assert counted.input_tokens > 0
             account = await finish(outer, opened)
-    # What an SDK tried before is delivered as well: a 503 of a gateway that was busy.
+    # The answer to a request that an SDK retried is delivered as well: a 503 of a busy gateway.
     answered = [call for call in account["calls"] if call["delivered"] and call["status"] == 200]
     routes = [call["route"] for call in answered]
     assert routes == [r for r in ("/chat/completions", "/responses", "/messages") for _ in "ab"]
 
 
-async def test_a_long_history_costs_a_relay_its_new_messages_and_its_account_nothing(
+async def test_a_long_history_costs_a_relay_only_its_new_messages_and_its_account_nothing(
     tmp_path: Path,
 ) -> None:
-    """Of 20 MB that are sent again and then told, no second copy is ever in memory."""
+    """No second copy of 20 MB that are sent again and then read back is ever in memory."""
     async with (
         ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider,
         serving(tmp_path, "--capture", "relay", "--engine", provider.url) as gateway,
@@ -151,7 +153,7 @@ async def test_a_long_history_costs_a_relay_its_new_messages_and_its_account_not
         pid = gateway.process.pid
 
         async def growth(work: Any) -> float:
-            """Of the peak over what was resident before, in MB."""
+            """Growth of the peak over the memory that was resident before, in MB."""
             before = high_water_mb(pid, begins=True)
             await work
             provider.seen.clear()
@@ -171,7 +173,7 @@ async def test_a_long_history_costs_a_relay_its_new_messages_and_its_account_not
 
 
 def high_water_mb(pid: int, *, begins: bool = False) -> float:
-    """Its most resident memory since it began to be marked."""
+    """Peak resident memory since marking began."""
     if begins:
         Path(f"/proc/{pid}/clear_refs").write_text("5")
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -185,22 +187,22 @@ def shot(number: int) -> dict[str, Any]:
 
 
 async def show(gateway: Gateway, opened: dict[str, str], shots: list[Any]) -> None:
-    """A call with this history."""
+    """Make a call with this history."""
     url = opened["path_url"].removesuffix("/v1") + "/chat/completions"
     body = io.BytesIO(orjson.dumps({"messages": shots}))
     async with gateway.client.post(url, data=body) as response:
         assert response.status == 200
 
 
-async def test_finished_sessions_that_nobody_deletes_cost_disk_and_not_memory(
+async def test_finished_sessions_that_are_not_deleted_use_disk_and_no_memory(
     tmp_path: Path,
 ) -> None:
     num_sessions, shots_each = 20, 4
-    words = ["--capture", "relay", "--set", "interception.max_blob_bytes=1000000"]
-    words += ["--set", f"interception.spill_folder={tmp_path}"]
+    args = ["--capture", "relay", "--set", "interception.max_blob_bytes=1000000"]
+    args += ["--set", f"interception.spill_folder={tmp_path}"]
     async with (
         ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider,
-        serving(tmp_path, *words, "--engine", provider.url) as gateway,
+        serving(tmp_path, *args, "--engine", provider.url) as gateway,
     ):
         process = psutil.Process(gateway.process.pid)
         before = process.memory_info().rss
@@ -216,19 +218,19 @@ async def test_finished_sessions_that_nobody_deletes_cost_disk_and_not_memory(
         while num_spilled < 500_000 * len(shots) - 1_500_000:
             figures = (await gateway.admin("GET", "/metrics"))[1]
             num_spilled = figure(figures, "rollmesh_spilled_bytes")
-        async with asyncio.timeout(PATIENCE_S):  # what is freed goes back with a trim
+        async with asyncio.timeout(PATIENCE_S):  # freed memory is returned by a trim
             while process.memory_info().rss - before > 15_000_000:
                 await gateway.admin("GET", "/metrics")
         assert figure(figures, 'rollmesh_held_bytes{what="accounts"}') < 100_000
         for number, each in enumerate(opened):
             path = f"/admin/sessions/{each['session_id']}"
-            told = (await gateway.admin("POST", f"{path}/finish"))[1]
-            assert told["messages"][:-1] == shots[number * shots_each :][:shots_each]
+            account = (await gateway.admin("POST", f"{path}/finish"))[1]
+            assert account["messages"][:-1] == shots[number * shots_each :][:shots_each]
             assert (await gateway.admin("DELETE", path))[0] == 200
         figures = (await gateway.admin("GET", "/metrics"))[1]
         assert figure(figures, 'rollmesh_entries{table="blobs"}') == 0
 
 
 def figure(exposed: str, name: str) -> float:
-    """Its value."""
+    """The figure's value."""
     return next(float(line.split()[-1]) for line in exposed.splitlines() if line.startswith(name))

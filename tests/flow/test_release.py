@@ -1,8 +1,8 @@
-"""Of a rollout that was delivered and acked nothing is reachable in its worker, however it ended.
+"""A worker keeps nothing of a rollout that was delivered and acked, however the rollout ended.
 
-A whole worker in one process: its sockets, its edge, its sampler before an engine, groups of every
-ending, a sink that acks. Then every object of the process is looked at, without the collector: its
-kind, and whether an agent said it.
+A whole worker in one process: its sockets, its agent server, its sampler in front of an engine,
+groups of every outcome, and a sink that acks. Then every object of the process is checked without
+running the collector: its type, and whether it has text of an agent.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ HI: Message = {"role": "user", "content": "hi"}
 
 
 class Tool:
-    """What an environment makes for one rollout."""
+    """The object that an environment makes for one rollout."""
 
 
 OF_A_ROLLOUT = (
@@ -92,23 +92,28 @@ OF_A_ROLLOUT = (
     *(Exchange, HttpRequest, Blob, EngineRequest, SessionRecord, RolloutRecord, GroupRecord),
     *(RolloutResult, GroupPayload, PendingResult, Transcript, Sibling, Endpoint, Tool),
 )
-NEVER_SEEN = {Turn, SessionRecord, GroupRecord, EngineRequest}  # made and read without a pause
+NEVER_SEEN = {
+    Turn,
+    SessionRecord,
+    GroupRecord,
+    EngineRequest,
+}  # written and read without an await in between
 PASSING = (Generation, HttpRequest)
 
 
 class Endings(Env):
-    """Each task names how its rollouts end."""
+    """An environment whose tasks name the way in which their rollouts end."""
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.client = ChatClient()
         self.mark = secrets.token_hex(8)
-        """In all that agents say here, but for the opening, which is for all groups."""
+        """In every message of agents, except for the opening, which all groups share."""
         self.on_look: Callable[[], None] = lambda: None
         self.late = asyncio.Event()
-        """Lets code end that did not when it was told to."""
+        """Releases code that did not end when it was cancelled."""
         self._engine = engine
         self._together = asyncio.Barrier(2)
-        """Of the siblings, before the engine is held."""
+        """Siblings that have ended before the engine is held."""
         self.begun = asyncio.Event()
         self.runtime: Runtime | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -119,9 +124,9 @@ class Endings(Env):
 
     async def run(self, task: Task, agent: Endpoint) -> Transcript:
         tool, messages = Tool(), [HI]
-        for words in (self._look(), HI):
+        for text in (self._look(), HI):
             reply = await self.client.complete(agent, messages, max_tokens=4)
-            messages += [reply.message, words]
+            messages += [reply.message, text]
         await self._end(task.id, agent)
         del tool
         return Transcript(data={"messages": messages[:-1]}, truncated=task.id == "truncated")
@@ -167,8 +172,8 @@ class Endings(Env):
         match task.id:
             case "children":
                 for sibling in siblings:
-                    said = [*sibling.transcript.data["messages"], self._look()]
-                    await self.client.complete(sibling.line, said, max_tokens=4)
+                    messages = [*sibling.transcript.data["messages"], self._look()]
+                    await self.client.complete(sibling.line, messages, max_tokens=4)
                     reply = await self.client.complete(sibling.model, [HI], max_tokens=4)
                     talk = [HI, reply.message, self._look()]
                     await self.client.complete(sibling.model, talk, max_tokens=4)
@@ -189,7 +194,7 @@ class Endings(Env):
             await self._http.close()
 
     async def hang_up(self) -> None:
-        """What clients still read is theirs, and holds connections of ours; so does late code."""
+        """Close the clients: an open one holds connections, and so does code that ends late."""
         self.late.set()
         self._kept.close()
         await self._engine.release()
@@ -198,7 +203,7 @@ class Endings(Env):
         return {"role": "user", "content": f"a long look {self.mark}, " * 1500}
 
     async def _streaming(self, agent: Endpoint) -> aiohttp.ClientResponse:
-        """An answer that has begun to come, and will not end: the engine is held."""
+        """A streamed answer that has begun and does not end, since the engine is held."""
         self._engine.hold()
         ask = {"messages": [HI, self._look()], "stream": True, "max_tokens": 100}
         self._http = self._http or aiohttp.ClientSession()
@@ -208,7 +213,7 @@ class Endings(Env):
             headers={"x-api-key": agent.api_key},
         )
         begun = asyncio.ensure_future(call)
-        while not begun.done():  # a sibling may take what was meant for us
+        while not begun.done():  # a sibling may take the token that was meant for this one
             await self._engine.allow(1)
             await asyncio.wait((begun,), timeout=0.01)
         response = begun.result()
@@ -251,40 +256,40 @@ class Peer:
     def __init__(self) -> None:
         self.hub = Hub("tcp://127.0.0.1:0")
         self._route = b""
-        self._heard: list[Packet] = []
+        self._packets: list[Packet] = []
 
     async def next(self, kind: type[AnyMessage]) -> Packet:
-        """The next message of a kind; those before it are dropped."""
+        """Return the next message of a kind; drop messages before it."""
         while True:
-            while self._heard:
-                packet = self._heard.pop(0)
+            while self._packets:
+                packet = self._packets.pop(0)
                 if isinstance(packet.message, kind):
                     return packet
             await asyncio.to_thread(wait, [self.hub], None, 0.1)
             for self._route, packet in self.hub.receive():  # noqa: B020 - there is one peer
-                self._heard.append(packet)
+                self._packets.append(packet)
 
-    def say(self, message: AnyMessage, body: bytes = b"") -> None:
+    def send(self, message: AnyMessage, body: bytes = b"") -> None:
         assert self.hub.send(self._route, Packet(message, "router", body))
 
 
 class Mesh:
-    """A worker, with the test as its router and its sink."""
+    """A worker; the test acts as its router and its sink."""
 
     def __init__(self, env: Endings, runtime: Runtime, worker: Worker, router: Peer) -> None:
         self.env, self.runtime, self.worker = env, runtime, worker
         self.router, self.sink = router, Peer()
 
     async def play(self, ending: str) -> GroupRecord | None:
-        """Have a group run, delivered and acked; what the sink got."""
+        """Run a group until it is delivered and acked; return the sink's messages."""
         self.env.begun.clear()
         group_id = GROUPS[ending]
         ask = encode_ask(GroupAsk(task=Task(id=ending), sampling=SamplingPolicy(), seed=5))
         deadline_s = 2.0 if ending == "deadline" else 0.0
-        self.router.say(RunGroup(group_id, 1, 2, self.sink.hub.address, deadline_s), ask)
+        self.router.send(RunGroup(group_id, 1, 2, self.sink.hub.address, deadline_s), ask)
         if ending == "cancelled":
             await self.env.begun.wait()
-            self.router.say(CancelRun(group_id, "nobody wants it"))
+            self.router.send(CancelRun(group_id, "it is no longer wanted"))
             while self.runtime.entries()["scopes"]:  # noqa: ASYNC110 - it has nothing to tell
                 await asyncio.sleep(0)
             await self.env.hang_up()
@@ -294,14 +299,14 @@ class Mesh:
         record = decode_record(finished.body)
         match ending:
             case "unwanted":
-                self.router.say(CancelRun(group_id, "nobody wants it"))
+                self.router.send(CancelRun(group_id, "it is no longer wanted"))
                 while self.worker.report_status().unacked_bytes:  # noqa: ASYNC110 - it has nothing to tell
                     await asyncio.sleep(0)
             case "never acked":
                 await self.router.next(GroupLost)
             case _:
                 num_before = freed_bytes()
-                self.sink.say(GroupAcked(group_id, 1, False))
+                self.sink.send(GroupAcked(group_id, 1, False))
                 await self.router.next(GroupDelivered)
                 assert freed_bytes() - num_before >= len(finished.body)
         await self.env.hang_up()
@@ -311,8 +316,8 @@ class Mesh:
 @asynccontextmanager
 async def meshed(folder: Path, *settings: str) -> AsyncIterator[Mesh]:
     model = write_model_folder(folder / "model")
-    words = [f"model.path={model}", f"run.folder={folder}", "worker.num_infra_retries=1"]
-    config = load_config(None, [*words, "model.max_context_tokens=200000", *settings])
+    settings_args = [f"model.path={model}", f"run.folder={folder}", "worker.num_infra_retries=1"]
+    config = load_config(None, [*settings_args, "model.max_context_tokens=200000", *settings])
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(ScriptedEngine(next_token))
         router = Peer()
@@ -328,14 +333,14 @@ async def meshed(folder: Path, *settings: str) -> AsyncIterator[Mesh]:
         stack.push_async_callback(env.close)
         mesh = Mesh(env, runtime, worker, router)
         calls = EnvCalls(grace_s=0.1)
-        stage = WorkerContext(
+        context = WorkerContext(
             env, runtime, f"{address}/v1", "policy", config.worker, SystemClock(), calls
         )
-        worker.begin(stage)
+        worker.begin(context)
         stop = asyncio.Event()
         serving = asyncio.create_task(worker.serve(stop))
         await router.next(WorkerHello)
-        router.say(RouterHello(1.0))
+        router.send(RouterHello(1.0))
         row = EngineRow(engine.url, "i0", EnginePhase.READY, 0)
         worker.receive(ROUTER, Packet(FleetChanged(1, (row,)), "router"))
         try:
@@ -348,19 +353,21 @@ async def meshed(folder: Path, *settings: str) -> AsyncIterator[Mesh]:
 
 
 def next_token(policy_version: int, context: Sequence[int]) -> int:
-    """Never ends a turn, and is told at once."""
+    """Never end a turn, and answer at once."""
     return 1 + len(context) % 200
 
 
 def in_use(mesh: Mesh) -> list[Any]:
-    """Tables that are not empty, bytes that are held, and what goes soon."""
+    """Non-empty tables and held bytes, except for entries that expire soon."""
     figures = mesh.worker.inventory.figures()
     passing = [each for each in gc.get_objects() if isinstance(each, PASSING)]
     return [each for each in figures if each.value and each.name != "cache_entries"] + passing
 
 
 def left_of_rollouts(mark: str) -> list[Any]:
-    """Without the collector: what waits for it is not gone."""
+    """Objects of rollouts, found without the collector: an object that waits for it is not
+    freed.
+    """
 
     def is_of_one(each: Any) -> bool:
         if isinstance(each, str | bytes | bytearray):
@@ -383,7 +390,8 @@ async def test_nothing_of_a_rollout_is_reachable_once_it_was_delivered(
             outcomes = sorted([rollout.outcome for rollout in record.rollouts] if record else [])
             assert outcomes == ENDINGS[ending], record and [r.error for r in record.rollouts]
             del record
-            # Aborts are repeated for a moment, lost clients noticed by the server alone, and what
+            # Aborts are repeated for a moment, only the server notices lost clients, and a thread
+            # of zmq's releases sent messages.
             # was sent is let go of by a thread of zmq's.
             with suppress(TimeoutError):
                 async with asyncio.timeout(SOON_S):
@@ -392,15 +400,15 @@ async def test_nothing_of_a_rollout_is_reachable_once_it_was_delivered(
                     while left_of_rollouts(mesh.env.mark):  # noqa: ASYNC110 - as said
                         await asyncio.sleep(0)
             left = in_use(mesh) + left_of_rollouts(mesh.env.mark)
-            told = map(holders, left[:12])
-            assert left == [], "\n".join([str(Counter(map(type, left))), *told])
+            chains = map(holders, left[:12])
+            assert left == [], "\n".join([str(Counter(map(type, left))), *chains])
         finally:
             gc.enable()
 
 
 @pytest.mark.usefixtures("young_heap")
-async def test_of_a_rollout_that_lives_every_part_is_seen(tmp_path: Path) -> None:
-    """Else the test above would find nothing, whatever is left."""
+async def test_every_part_of_a_running_rollout_is_found(tmp_path: Path) -> None:
+    """Otherwise the test above would find nothing in any case."""
     seen: set[type] = set()
     async with asyncio.timeout(PATIENCE_S), meshed(tmp_path) as mesh:
         mesh.env.on_look = lambda: seen.update(map(type, left_of_rollouts(mesh.env.mark)))

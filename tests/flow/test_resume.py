@@ -1,4 +1,6 @@
-"""A demo that is killed goes on: by itself where its trainer died, by `--resume` where all did."""
+"""A demo that was killed continues: by itself after its trainer died, by `--resume` after all
+did.
+"""
 
 import os
 import signal
@@ -17,33 +19,33 @@ from tests.flow.worker_mesh import look_until
 SETTINGS = {"trainer.num_steps": 10_000, "trainer.checkpoint_steps": 3, "publish.lease_s": 3.0}
 """More steps than are done before a kill, however fast the machine."""
 NUM_MORE = 6
-"""Steps of the last life, or some less."""
+"""Steps of the last incarnation, or fewer."""
 
 
 def pids(run: Path) -> dict[str, int]:
-    """The latest process of each role."""
+    """The newest process of each role."""
     return {row.role: row.pid for row in read_pids(run)}
 
 
 def until(run: Path, step: int) -> None:
-    """Until that step is done."""
+    """Wait until that step is done."""
     next(row for row in follow(run / "metrics.jsonl") if row["step"] >= step)
 
 
 def sealed_checkpoints(run: Path) -> list[Path]:
-    """Whole checkpoints; one that is being written has a suffix."""
+    """Complete checkpoints; one that is being written has a suffix."""
     return [each for each in (run / "savepoints").glob("*-step-*") if not each.suffix]
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """How, and what it said."""
+    """Wait for the end; return the exit code and the output."""
     out, _ = process.communicate(timeout=100)
     return process.returncode, out
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_run_goes_on_when_its_trainer_is_killed_and_when_all_of_it_is(tmp_path: Path) -> None:
+def test_a_run_continues_after_its_trainer_or_all_of_it_was_killed(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "demo"
     with start(tmp_path, **SETTINGS) as process:
         until(run, 2)
@@ -75,7 +77,7 @@ def check_whole(run: Path, num_steps: int) -> None:
     rows = (run / "metrics.jsonl").read_bytes().splitlines()
     steps = [msgspec.json.decode(row)["step"] for row in rows]
     assert steps == list(range(-1, num_steps)), (
-        "the untrained policy is measured once, each step told once"
+        "the untrained policy is measured once, each step is reported once"
     )
     roles = [row.role for row in read_pids(run)]
     assert (roles.count("launch"), roles.count("warm-start")) == (2, 1)

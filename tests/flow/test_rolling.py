@@ -1,4 +1,4 @@
-"""Workers are restarted in turn, and what takes longer than they live comes to its end."""
+"""Workers are restarted in turn, and a group that runs longer than its worker still finishes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,7 +11,7 @@ from rollmesh.serve.client.client import Finished
 from tests.flow.worker_mesh import Mesh, ask, leaves, open_mesh, take
 
 NUM_RESTARTS = 3
-"""As many as a group has attempts."""
+"""The number of attempts of a group."""
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
         yield mesh
 
 
-async def test_restarts_of_its_only_worker_cost_a_long_group_no_attempt(mesh: Mesh) -> None:
+async def test_restarts_of_the_only_worker_use_no_attempt_of_a_long_group(mesh: Mesh) -> None:
     client = mesh.client()
     mesh.engine.hold()
     group_id = ask(client)

@@ -1,4 +1,6 @@
-"""A real router process, and peers on real sockets: some honest, some dead, some malicious."""
+"""A real router process, and peers on real sockets: some well-behaved, some dead, some
+malicious.
+"""
 
 import subprocess
 import sys
@@ -49,9 +51,9 @@ def test_status_health_and_metrics_are_served(router: RouterProcess, town: Town)
 
 
 def test_garbage_on_the_wire_is_counted_and_survived(router: RouterProcess, town: Town) -> None:
-    vandal = town.peer(router.ready.address, "vandal").dialer
+    garbage_peer = town.peer(router.ready.address, "vandal").dialer
     for frames in ([b""], [b"\xff" * 40], [b"", b"", b""], [b"\x93\x01\xa0\x91\xa1x", b""]):
-        vandal.socket.send_multipart(frames)
+        garbage_peer.socket.send_multipart(frames)
     until(lambda: router.status()["counts"]["malformed"] == 4)
     asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
     asker.send(ask(1))
@@ -59,7 +61,9 @@ def test_garbage_on_the_wire_is_counted_and_survived(router: RouterProcess, town
     assert router.status()["counts"]["packets_failed"] == 0
 
 
-def test_clients_that_ask_and_leave_harm_nobody(router: RouterProcess, town: Town) -> None:
+def test_clients_that_request_and_leave_harm_no_other_client(
+    router: RouterProcess, town: Town
+) -> None:
     for number in range(20):
         passer = town.peer(router.ready.address, f"p{number}")
         passer.send(ClientHello(f"p{number}"))
@@ -72,7 +76,7 @@ def test_clients_that_ask_and_leave_harm_nobody(router: RouterProcess, town: Tow
     assert router.process.poll() is None
 
 
-def test_a_peer_that_does_not_read_stops_nobody(router: RouterProcess, town: Town) -> None:
+def test_a_peer_that_does_not_read_blocks_no_other_peer(router: RouterProcess, town: Town) -> None:
     starter, sleeper = (
         town.peer(router.ready.address, "launch"),
         town.peer(router.ready.address, "sleeper"),
@@ -82,7 +86,7 @@ def test_a_peer_that_does_not_read_stops_nobody(router: RouterProcess, town: Tow
     until(lambda: len(starter.of(FleetAnswered)) == 20, starter)
 
     def has_overflowed() -> bool:
-        # It asks for far more than its queue of answers holds, and reads none of them.
+        # It requests far more than its queue of answers holds, and reads none of them.
         for _ in range(1000):
             sleeper.dialer.send(Packet(ReadFleet(1)))
         return bool(router.status()["counts"]["unsent"] > 0)
@@ -94,7 +98,7 @@ def test_a_peer_that_does_not_read_stops_nobody(router: RouterProcess, town: Tow
     assert runner.of(RunGroup)[0].group_id == GroupId("r1", 1)
 
 
-def test_a_restarted_router_learns_what_runs_and_runs_nothing_twice(
+def test_a_restarted_router_learns_the_running_groups_and_runs_nothing_twice(
     tmp_path: Path, town: Town
 ) -> None:
     with RouterProcess(tmp_path) as first:
@@ -107,10 +111,10 @@ def test_a_restarted_router_learns_what_runs_and_runs_nothing_twice(
         first.process.kill()
         first.process.wait()
     before = runner.received[-1].router
-    # Slow beats leave the peers plenty of time for their claims, however busy the machine is.
+    # Slow heartbeats leave the peers time for their claims, however busy the machine is.
     with RouterProcess(tmp_path, bind=address, beat_s=2.0):
         idle = town.worker(address, "w1")
-        # Their beats go on; the answer tells them that the router is another one.
+        # Their heartbeats continue; the answers show them that the router was restarted.
         for peer in (asker, runner, idle):
             until(partial(has_met_another, peer, before), asker, runner, idle)
         asker.send(ask(1, attempts=1))
@@ -129,7 +133,7 @@ def has_met_another(peer: Peer, router: str) -> bool:
     return bool(peer.received) and peer.received[-1].router != router
 
 
-def test_an_engine_of_an_allowed_host_joins_by_an_ask_and_the_table_reaches_the_workers(
+def test_an_engine_of_an_allowed_host_joins_on_request_and_the_table_reaches_the_workers(
     tmp_path: Path, town: Town
 ) -> None:
     with RouterProcess(tmp_path, settings=('engine.allow_hosts=["127.0.0.0/8"]',)) as router:
@@ -146,13 +150,13 @@ def test_an_engine_of_an_allowed_host_joins_by_an_ask_and_the_table_reaches_the_
         assert (row.url, row.phase) == ("http://127.0.0.1:1", EnginePhase.JOINING)
 
 
-def test_what_reaches_others_needs_keys_or_a_token(tmp_path: Path) -> None:
-    for setting, word in (
+def test_addresses_that_other_hosts_reach_need_keys_or_a_token(tmp_path: Path) -> None:
+    for setting, part in (
         ("router.bind=tcp://0.0.0.0:0", "ROLLMESH_KEYS"),
         ("router.http_bind=0.0.0.0:0", "ROLLMESH_ADMIN_TOKEN"),
     ):
         argv = [sys.executable, "-m", "rollmesh.cli.main", "router", "--set", setting]
         done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, check=False)
         assert done.returncode == 2
-        assert word in done.stderr
+        assert part in done.stderr
         assert len(done.stderr.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""A real router, and what goes wrong around it: each fault by its name."""
+"""A real router, and faults around it: each fault is reported by its name."""
 
 import signal
 import subprocess
@@ -44,11 +44,11 @@ from tests.flow.router_process import (
 )
 
 NEVER_MISSED = 10_000
-"""So many beats of silence are more than a test lasts."""
+"""More missed heartbeats than a test lasts."""
 
 
 def serves(router: RouterProcess, town: Town, seq: int = 1000) -> None:
-    """A client of its own asks, and a worker of its own gets it."""
+    """Check that a new client's group reaches a new worker."""
     address, name = router.ready.address, f"honest-{seq}"
     runner = town.peer(address, name, WorkerBeat(name, 0, True, 0, 0.0, 0, 0, 0, 0))
     runner.send(WorkerHello(name, f"env-{seq}", 8, 1, "here"))
@@ -60,8 +60,10 @@ def serves(router: RouterProcess, town: Town, seq: int = 1000) -> None:
 # workers die
 
 
-def test_a_killed_local_worker_is_noticed_without_its_silence(tmp_path: Path, town: Town) -> None:
-    # It is its process that is seen to be gone.
+def test_a_killed_local_worker_is_noticed_before_it_misses_heartbeats(
+    tmp_path: Path, town: Town
+) -> None:
+    # The router notices the end of the process.
     with RouterProcess(tmp_path, missed_beats=NEVER_MISSED) as router:
         asker = town.client(router.ready.address)
         asker.send(ask(1))
@@ -75,7 +77,7 @@ def test_a_killed_local_worker_is_noticed_without_its_silence(tmp_path: Path, to
         until(lambda: not router.worker("doomed"), runner, asker)
 
 
-def test_a_killed_remote_worker_is_noticed_by_its_missed_beats(
+def test_a_killed_remote_worker_is_noticed_by_its_missed_heartbeats(
     router: RouterProcess, town: Town
 ) -> None:
     asker = town.client(router.ready.address)
@@ -93,7 +95,7 @@ def test_a_killed_remote_worker_is_noticed_by_its_missed_beats(
 # workers stall
 
 
-def test_a_stopped_worker_delays_nobody_though_its_silence_is_not_noticed(
+def test_a_stopped_worker_delays_no_other_worker_before_it_is_noticed(
     tmp_path: Path, town: Town
 ) -> None:
     with RouterProcess(tmp_path, missed_beats=NEVER_MISSED) as router:
@@ -109,7 +111,7 @@ def test_a_stopped_worker_delays_nobody_though_its_silence_is_not_noticed(
 def beside_a_stopped_worker(
     router: RouterProcess, town: Town
 ) -> tuple[Peer, "subprocess.Popen[bytes]", Peer]:
-    """Who asks, a worker that is stopped in the middle of a group, and one that runs."""
+    """A client, a worker that is stopped during a group, and a worker that runs."""
     address = router.ready.address
     asker = town.client(address)
     stopped = town.process(address, "stopped", host="far-away")
@@ -122,7 +124,7 @@ def beside_a_stopped_worker(
     return asker, stopped, runner
 
 
-def test_what_a_stopped_worker_and_its_heir_ran_counts_once(
+def test_a_group_of_a_stopped_worker_and_its_successor_counts_once(
     router: RouterProcess, town: Town
 ) -> None:
     asker, stopped, runner = beside_a_stopped_worker(router, town)
@@ -144,12 +146,16 @@ def has_run(runner: Peer, seq: int) -> bool:
 
 
 def has_run_or_waits(runner: Peer, asker: Peer, seq: int) -> bool:
-    """The ask was answered; it went to the honest worker, or to the one that was just stopped."""
-    told = [m for m in asker.of(GroupMoved) if m.group_id == GroupId("r1", seq)]
-    return has_run(runner, seq) or any(m.worker_id == "stopped" for m in told)
+    """Whether the request was answered: its group went to the running worker, or to the one that
+    was just stopped.
+    """
+    moves = [m for m in asker.of(GroupMoved) if m.group_id == GroupId("r1", seq)]
+    return has_run(runner, seq) or any(m.worker_id == "stopped" for m in moves)
 
 
-def test_a_held_loop_is_shown_and_given_up_only_past_its_limit(tmp_path: Path, town: Town) -> None:
+def test_a_blocked_loop_is_shown_and_given_up_only_past_its_limit(
+    tmp_path: Path, town: Town
+) -> None:
     with RouterProcess(tmp_path, max_lag_s=5.0) as router:
         asker, busy = town.client(router.ready.address), town.worker(router.ready.address, "busy")
         asker.send(ask(1))
@@ -170,7 +176,7 @@ def test_a_held_loop_is_shown_and_given_up_only_past_its_limit(tmp_path: Path, t
 # environments, drains, overload
 
 
-def test_an_env_that_does_not_load_is_told_at_once_to_all_who_wait(
+def test_an_env_that_does_not_load_fails_all_waiting_groups_at_once(
     router: RouterProcess, town: Town
 ) -> None:
     asker = town.client(router.ready.address)
@@ -185,7 +191,7 @@ def test_an_env_that_does_not_load_is_told_at_once_to_all_who_wait(
     assert {failed.reason for failed in asker.of(GroupFailed)} == {"env_failed: no module named x"}
 
 
-def test_who_asks_for_an_env_that_nobody_serves_is_told_and_waits_on(
+def test_a_group_whose_env_has_no_worker_gets_the_reason_and_waits(
     tmp_path: Path, town: Town
 ) -> None:
     with RouterProcess(tmp_path, beat_s=0.1, missed_beats=50) as router:
@@ -203,7 +209,7 @@ def test_who_asks_for_an_env_that_nobody_serves_is_told_and_waits_on(
         until(lambda: not router.causes(), late, asker, runner)
 
 
-def test_who_waits_while_the_engine_is_dead_is_told_of_the_engine_and_not_of_workers(
+def test_groups_that_wait_for_a_dead_engine_get_the_engine_as_reason(
     tmp_path: Path, town: Town
 ) -> None:
     with closing(listen("127.0.0.1:0", None)) as refusing:
@@ -214,12 +220,12 @@ def test_who_waits_while_the_engine_is_dead_is_told_of_the_engine_and_not_of_wor
         until(lambda: asker.of(GroupMoved) and asker.of(GroupMoved)[-1].reason, asker)
         until(router.causes, asker)
         reasons = [moved.reason for moved in asker.of(GroupMoved) if moved.reason]
-        for told in (*reasons, *router.causes()):
-            assert told.startswith(f"no engine serves: {url} is joining: ")
-            assert "worker" not in told
+        for reason in (*reasons, *router.causes()):
+            assert reason.startswith(f"no engine serves: {url} is joining: ")
+            assert "worker" not in reason
 
 
-def test_a_drain_reaches_its_worker_and_one_of_nobody_is_answered(
+def test_a_drain_reaches_its_worker_and_one_of_an_unknown_worker_is_refused(
     router: RouterProcess, town: Town
 ) -> None:
     runner = town.worker(router.ready.address, "w0")
@@ -236,7 +242,7 @@ def test_a_drain_reaches_its_worker_and_one_of_nobody_is_answered(
     until(lambda: router.worker("w0")["state"] == "draining", runner)
 
 
-def test_overload_is_answered_with_a_time_to_come_back(tmp_path: Path, town: Town) -> None:
+def test_overload_is_answered_with_a_retry_time(tmp_path: Path, town: Town) -> None:
     with RouterProcess(tmp_path, max_queued_groups=2) as router:
         asker = town.client(router.ready.address)
         for seq in range(5):
@@ -253,20 +259,22 @@ def test_overload_is_answered_with_a_time_to_come_back(tmp_path: Path, town: Tow
 # clients vanish
 
 
-def test_a_client_that_vanishes_at_any_point_harms_nobody(
+def test_a_client_that_vanishes_at_any_point_harms_no_other_client(
     router: RouterProcess, town: Town
 ) -> None:
     runner = town.worker(router.ready.address, "w0")
     until(lambda: router.worker("w0"), runner)
-    for stage in range(5):
-        passes_by(router, town, runner, stage)
-        serves(router, town, stage)
+    for step_number in range(5):
+        vanish_after(router, town, runner, step_number)
+        serves(router, town, step_number)
     assert router.process.poll() is None
 
 
-def passes_by(router: RouterProcess, town: Town, runner: Peer, stage: int) -> None:
-    """A client that gets so far, and is gone without a word, its answers unread."""
-    name, group_id = f"passer-{stage}", GroupId("passer", stage)
+def vanish_after(router: RouterProcess, town: Town, runner: Peer, step_number: int) -> None:
+    """A client that stops after step `step_number`, without a message and with its answers
+    unread.
+    """
+    name, group_id = f"passer-{step_number}", GroupId("passer", step_number)
     passer = town.peer(router.ready.address, name)
     steps: list[Callable[[], None]] = [
         lambda: passer.send(ClientHello(name)),
@@ -275,7 +283,7 @@ def passes_by(router: RouterProcess, town: Town, runner: Peer, stage: int) -> No
         lambda: runner.send(GroupDelivered(group_id, 1)),
         lambda: passer.send(ClientLeft(name)),
     ]
-    for step in steps[: stage + 1]:
+    for step in steps[: step_number + 1]:
         step()
     passer.dialer.socket.close(linger=0)
 
@@ -295,21 +303,21 @@ socket.close(linger=60000)
 """
 
 
-def test_garbage_from_many_peers_is_counted_and_the_mesh_goes_on(
+def test_garbage_from_many_peers_is_counted_and_the_mesh_continues(
     router: RouterProcess, town: Town
 ) -> None:
     num_messages = 2000
     argv = [sys.executable, "-c", RANDOM_PEER, router.ready.address]
-    vandals = [subprocess.Popen([*argv, str(seed), str(num_messages)]) for seed in range(2)]
+    random_peers = [subprocess.Popen([*argv, str(seed), str(num_messages)]) for seed in range(2)]
     serves(router, town)
-    assert [vandal.wait(PATIENCE_S) for vandal in vandals] == [0, 0]
+    assert [random_peer.wait(PATIENCE_S) for random_peer in random_peers] == [0, 0]
     until(lambda: router.status()["counts"]["malformed"] == 2 * num_messages)
     assert router.status()["counts"]["packets_failed"] == 0
     serves(router, town, 2000)
 
 
 @pytest.mark.parametrize("num_bytes", [2**26 + 1, 2**40])
-def test_a_frame_of_boundless_size_ends_its_connection_and_nothing_else(
+def test_an_oversized_frame_closes_its_connection_and_nothing_else(
     router: RouterProcess, town: Town, num_bytes: int
 ) -> None:
     host, port = router.ready.address.removeprefix("tcp://").split(":")
@@ -321,10 +329,10 @@ def test_a_frame_of_boundless_size_ends_its_connection_and_nothing_else(
     raw.send_multipart([route, greeting])
     ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     raw.send_multipart([route, b"\x04" + bytes([len(ready)]) + ready])
-    # A long frame's header: nobody will wait for so many bytes.
+    # The header of a long frame: no receiver will wait for so many bytes.
     raw.send_multipart([route, b"\x02" + num_bytes.to_bytes(8, "big") + b"x" * 1000])
     raw.setsockopt(zmq.RCVTIMEO, int(1000 * PATIENCE_S))
     while raw.recv_multipart()[-1] != b"":
-        pass  # the router's own greeting; an empty frame says that the connection is closed
+        pass  # the router's own greeting; an empty frame means that the connection is closed
     raw.close(linger=0)
     serves(router, town)

@@ -1,4 +1,4 @@
-"""The real thing, made short: `rollmesh demo` trains, ends well, and can be stopped.
+"""A short but complete `rollmesh demo`: it trains, ends in success, and can be stopped.
 
 Real processes and real sockets, through the command that users type.
 """
@@ -27,7 +27,7 @@ STOPS_WITHIN_S = 60.0
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a short run that came to its end."""
+    """The folder of a short run that has ended."""
     folder = tmp_path_factory.mktemp("demo")
     run = folder / "runs" / "demo"
     with start(folder) as process, kept(run / "weights", run / "all_weights"):
@@ -39,7 +39,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def kept(versions: Path, copies: Path) -> Iterator[None]:
-    """Link every version's folder elsewhere while a run prunes them: each stands for two more."""
+    """Link every version's folder elsewhere while a run prunes them; each is used for the next two
+    too.
+    """
     ended = threading.Event()
 
     def keep() -> None:
@@ -57,7 +59,7 @@ def kept(versions: Path, copies: Path) -> Iterator[None]:
         watcher.join()
 
 
-def test_a_run_loses_nothing_and_says_so(ended: Path) -> None:
+def test_a_run_loses_nothing_and_reports_that(ended: Path) -> None:
     summary = read(ended / "summary.json")
     assert summary["num_steps"] == 6
     assert summary["num_lost"] == 0
@@ -112,7 +114,7 @@ def logprob_gaps(model: Any, sample: dict[str, Any], policy_version: int) -> lis
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["tensor", "distributed"])
-def test_a_run_brings_its_weights_without_a_file_and_writes_it_all_the_same(
+def test_a_run_sends_its_weights_without_a_file_and_still_writes_one(
     mode: str, ended: Path, tmp_path: Path
 ) -> None:
     settings = {"publish.mode": mode, "trainer.num_steps": 3}
@@ -120,10 +122,10 @@ def test_a_run_brings_its_weights_without_a_file_and_writes_it_all_the_same(
         out, _ = process.communicate(timeout=100)
     assert process.returncode == 0, out
     run = tmp_path / "runs" / "demo"
-    told = [line["event"] for line in map(msgspec.json.decode, log_lines(run / "logs"))]
-    assert told.count("weights.published") >= 3
-    assert not {"engine.takes_files", "engine.gets_file", "group.torn_down"} & set(told)
-    assert not {"weights.failed", "engine.update_failed"} & set(told)
+    events = [line["event"] for line in map(msgspec.json.decode, log_lines(run / "logs"))]
+    assert events.count("weights.published") >= 3
+    assert not {"engine.takes_files", "engine.gets_file", "group.torn_down"} & set(events)
+    assert not {"weights.failed", "engine.update_failed"} & set(events)
     newest = max((run / "weights").iterdir())
     assert AutoModelForCausalLM.from_pretrained(newest)
     pids = [row["pid"] for row in read(run / "pids.json")]
@@ -131,7 +133,7 @@ def test_a_run_brings_its_weights_without_a_file_and_writes_it_all_the_same(
 
 
 def log_lines(logs: Path) -> list[bytes]:
-    """Of the trainer's log."""
+    """Lines of the trainer's log."""
     return (logs / "trainer.log").read_bytes().splitlines()
 
 
@@ -142,13 +144,13 @@ def test_a_run_leaves_no_process(ended: Path) -> None:
 
 
 def test_the_page_of_an_ended_run_reads_its_trajectories(ended: Path) -> None:
-    words = [sys.executable, "-m", "rollmesh.cli.main", "status", str(ended)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=STOPS_WITHIN_S)
-    told = done.stdout
-    assert told.startswith("demo: done, step 6 of 6\n")
+    argv = [sys.executable, "-m", "rollmesh.cli.main", "status", str(ended)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=STOPS_WITHIN_S)
+    output = done.stdout
+    assert output.startswith("demo: done, step 6 of 6\n")
 
 
-def test_ctrl_c_in_mid_run_ends_everything_in_time(tmp_path: Path) -> None:
+def test_ctrl_c_during_a_run_ends_everything_in_time(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "demo"
     with start(tmp_path, **{"trainer.num_steps": 10_000}) as process:
         next(row for row in follow(run / "metrics.jsonl") if row["step"] == 2)
@@ -165,7 +167,7 @@ def test_ctrl_c_in_mid_run_ends_everything_in_time(tmp_path: Path) -> None:
     assert (run / "checkpoint" / "config.json").is_file()
 
 
-def test_a_run_goes_on_when_nobody_reads_what_it_says(ended: Path, tmp_path: Path) -> None:
+def test_a_run_continues_when_its_output_is_not_read(ended: Path, tmp_path: Path) -> None:
     with start_with(ended / "model", tmp_path, **{"trainer.num_steps": 3}) as process:
         assert process.stdout
         process.stdout.readline()
@@ -193,23 +195,23 @@ def test_a_run_that_loses_its_processes_loses_no_rollout(ended: Path, tmp_path: 
 
 
 @pytest.mark.timeout(240)
-def test_a_run_whose_folder_is_moved_ends_there_and_is_resumed_there(
+def test_a_run_whose_folder_is_moved_ends_and_resumes_in_the_new_place(
     ended: Path, tmp_path: Path
 ) -> None:
     run, moved = tmp_path / "runs" / "demo", tmp_path / "runs" / "moved"
     with start_with(ended / "model", tmp_path, **{"trainer.num_steps": 10_000}) as process:
         next(row for row in follow(run / "metrics.jsonl") if row["step"] == 1)
         run.rename(moved)
-        told, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=100)
     assert process.returncode == 1
-    assert f"runs/demo was moved to {moved} while it ran" in told
+    assert f"runs/demo was moved to {moved} while it ran" in output
     record = read(moved / "state.json")
     assert record["state"] == "failed"
     num_steps = read_steps(moved)[-1] + 3
     more = {"trainer.num_steps": num_steps, "run.name": "moved", "publish.lease_s": 3.0}
     with start_with(ended / "model", tmp_path, "--resume", **more) as process:
-        told, _ = process.communicate(timeout=150)
-    assert process.returncode == 0, told
+        output, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, output
     assert read_steps(moved) == [*range(num_steps)]
     assert read(moved / "summary.json")["num_lost"] == 0
 
@@ -229,23 +231,23 @@ class Broken(GuessEnv):
 """
 
 
-def test_a_run_whose_first_groups_all_fail_at_one_line_ends_and_names_it(
+def test_a_run_whose_first_groups_all_fail_at_one_line_ends_with_that_line(
     ended: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "broken_env.py").write_text(BROKEN)
     more = {"env": "broken_env:Broken", "trainer.max_running_groups": 32}
     with start_with(ended / "model", tmp_path, **more) as process:
-        told, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=100)
     cause = "the first 16 groups had the same failure: score: KeyError: 'answer'"
     assert process.returncode == 2
-    assert f"{cause} (broken_env.py:6 in score); task guess-" in told
+    assert f"{cause} (broken_env.py:6 in score); task guess-" in output
     summary = read(tmp_path / "runs" / "demo" / "summary.json")
     assert summary["ended"] == "failed"
     assert cause in summary["cause"]
 
 
 @pytest.mark.timeout(240)
-def test_a_run_reaches_its_goal_though_its_processes_get_signals_that_launch_did_not_send(
+def test_a_run_reaches_its_goal_despite_signals_that_launch_did_not_send(
     ended: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "demo"

@@ -1,4 +1,6 @@
-"""Whoever writes past torch to what he fetched harms himself alone, and is told by his line."""
+"""A role that bypasses torch and writes to fetched rows kills its own rank only, and the line is
+reported.
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from rollmesh.trainer.controller.controller import RoleCall, TrainController
 from tests.flow.rank_group import plan, serving_runtime
 
 
-def test_a_rank_that_scribbles_ends_and_names_the_line_and_nobody_else_sees_it(
+def test_a_rank_that_writes_to_fetched_rows_ends_alone_and_names_the_line(
     tmp_path: Path,
 ) -> None:
     crew = msgspec.structs.replace(
@@ -22,6 +24,6 @@ def test_a_rank_that_scribbles_ends_and_names_the_line_and_nobody_else_sees_it(
         with TrainController(crew, home) as controller, pytest.raises(RankGone, match="signal 11"):
             controller.call(RoleCall("sums.scribble"), [row])
         assert torch.equal(home.plane.localize(row), torch.ones(1000))
-    told = (tmp_path / "logs" / "rank-0.out").read_text()
-    assert "Segmentation fault" in told
-    assert "in scribble" in told
+    output = (tmp_path / "logs" / "rank-0.out").read_text()
+    assert "Segmentation fault" in output
+    assert "in scribble" in output

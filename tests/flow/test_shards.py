@@ -1,4 +1,4 @@
-"""More than one router, as docs/internals/scale.md has it: nothing but clients that choose."""
+"""Several routers, as in docs/internals/scale.md: only the clients choose between them."""
 
 import asyncio
 import zlib
@@ -17,8 +17,8 @@ NUM_TASKS = 12
 async def test_a_program_spreads_its_tasks_over_two_routers_by_their_hash(tmp_path: Path) -> None:
     async with open_mesh(tmp_path) as mesh:
         with ExitStack() as stack:
-            words = ["router", *mesh.settings(), "--engine", mesh.engine.url]
-            other = await asyncio.to_thread(stack.enter_context, running(tmp_path, *words))
+            args = ["router", *mesh.settings(), "--engine", mesh.engine.url]
+            other = await asyncio.to_thread(stack.enter_context, running(tmp_path, *args))
 
             def client_with_worker(number: int, router: Process) -> RolloutClient:
                 address = router.ready.address

@@ -1,9 +1,9 @@
-"""A gateway under thousands of mixed calls: nothing of a call is left when it is over.
+"""A gateway under thousands of mixed calls keeps nothing of a call after it has ended.
 
-The calls are of every dialect, plain and streamed; a half of them are garbled, foreign, cut off in
-the head, in the body or in the answer. In one process each live object is counted; of a process of
-its own the memory is watched. Sessions that show screenshots end while their calls are on their
-way in, at the engine, or on their way out.
+The calls are of every dialect, plain and streamed; half of them are garbled, foreign, or cut off in
+the head, the body or the answer. In one process each live object is counted; of a separate process
+the memory is watched. Sessions with screenshots end while their calls arrive, are at the engine, or
+are answered.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from tests.flow.gateway_process import PATIENCE_S, next_token, sampling
 
 SAID = [{"role": "user", "content": "hi"}]
 PAD = "x" * 20_000
-"""In each body, so that a body that is kept shows."""
+"""In each body, so that a leaked body can be found."""
 ASKS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": SAID},
     "/v1/completions": {"prompt": "hi"},
@@ -50,8 +50,9 @@ ASKS: dict[str, dict[str, Any]] = {
 }
 ROUGH = ["good", "good", "good", "garbled", "foreign", "cut head", "cut body", "cut answer", "gone"]
 PASSING = {f"{Generation.__module__}.Generation", f"{AgentConnection.__module__}.AgentConnection"}
-"""What goes soon after a call, and takes the rest along: aborts are repeated for a moment, and lost
-clients are noticed by the server alone."""
+"""Objects that are freed soon after a call, with everything that they hold: aborts are repeated for
+a moment, and only the server notices lost clients.
+"""
 
 RETENTION_S = 60.0
 
@@ -59,16 +60,16 @@ Capturing = Callable[[Path], AbstractAsyncContextManager[tuple[GatewayBackend, C
 
 
 class Crowd:
-    """Agents of a gateway on this machine, each call on a connection of its own."""
+    """Agents of a gateway on this machine; each call has its own connection."""
 
     def __init__(self, address: str, seed: int) -> None:
         self.statuses: Counter[tuple[str, int]] = Counter()
-        """By kind of call; 0 where the answer was not awaited."""
+        """By kind of call; 0 if the answer was not awaited."""
         self._host, _, self._port = address.removeprefix("http://").partition(":")
         self._random = random.Random(seed)
 
     async def call(self, api_key: str) -> None:
-        """One call of a kind that chance chooses."""
+        """Make one call of a random kind."""
         kind, path = self._random.choice(ROUGH), self._random.choice(list(ASKS))
         ask = {**ASKS[path], "stream": self._random.random() < 0.5, "pad": PAD}
         body = orjson.dumps(ask | {"user": f"{self._random.random()}"})
@@ -85,16 +86,16 @@ class Crowd:
         }.get(kind, head + body)
         reader, writer = await asyncio.open_connection(self._host, int(self._port))
         writer.write(sent)
-        told = b""
+        answer = b""
         if kind == "cut answer":
-            told = await reader.read(64)
+            answer = await reader.read(64)
         elif kind in ("good", "garbled", "foreign"):
-            told = await reader.read()
+            answer = await reader.read()
         writer.transport.abort()
-        self.statuses[kind, int(told.split(b" ", 2)[1]) if told else 0] += 1
+        self.statuses[kind, int(answer.split(b" ", 2)[1]) if answer else 0] += 1
 
     def assert_answered(self) -> None:
-        """Each as it deserved."""
+        """Check that each kind of call got its status."""
         assert set(self.statuses) == {
             ("good", 200),
             ("garbled", 400),
@@ -110,7 +111,7 @@ class Crowd:
 async def captured_in_tokens(
     folder: Path,
 ) -> AsyncIterator[tuple[GatewayBackend, Callable[[], None]]]:
-    """A backend, and what makes its engine forget what it saw."""
+    """A backend, and a function that clears the record of its engine."""
     model = write_model_folder(folder / "model")
     settings = [f"model.path={model}", f"run.folder={folder}", "sampling.max_tokens=8"]
     async with ScriptedEngine(next_token) as engine:
@@ -122,7 +123,7 @@ async def captured_in_tokens(
 async def captured_by_relay(
     folder: Path,
 ) -> AsyncIterator[tuple[GatewayBackend, Callable[[], None]]]:
-    def tell(seen: ProviderRequest) -> ProviderResponse:
+    def answer(seen: ProviderRequest) -> ProviderResponse:
         try:
             asked = orjson.loads(seen.body)
         except orjson.JSONDecodeError:
@@ -131,14 +132,14 @@ async def captured_by_relay(
             events(b'{"n":1}', b"[DONE]") if asked["stream"] else ProviderResponse((b'{"id":"r"}',))
         )
 
-    async with ScriptedProvider(tell) as provider:
+    async with ScriptedProvider(answer) as provider:
         settings = [f"run.folder={folder}"]
         backend = RelayBackend(load_config(None, settings), (provider.url,), "")
         yield backend, provider.seen.clear
 
 
 def ours() -> Counter[str]:
-    """Live objects of a call's making by their type, but for openings: a bounded cache."""
+    """Live objects of calls by type, except for openings, which are a bounded cache."""
     gc.collect()
     names = (f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
     rooms = ("rollmesh.runtime.", "rollmesh.serve.")
@@ -151,7 +152,7 @@ async def test_no_object_of_a_call_outlives_its_session(
     tmp_path: Path, capturing: Capturing
 ) -> None:
     async with asyncio.timeout(PATIENCE_S), capturing(tmp_path) as (backend, forget):
-        book = SessionRegistry(backend.capture, SystemClock(), retention_s=60.0)
+        registry = SessionRegistry(backend.capture, SystemClock(), retention_s=60.0)
 
         async def control(request: HttpRequest, path: str) -> bool:
             return False
@@ -162,10 +163,10 @@ async def test_no_object_of_a_call_outlives_its_session(
         left: list[Counter[str]] = []
         for _ in range(3):
             for _ in range(8):
-                opened = book.open(CaptureOptions(), b"{}")
+                opened = registry.open(CaptureOptions(), b"{}")
                 for _ in range(20):
                     await crowd.call(opened.api_key)
-                book.delete(book.find(opened.captured.session_id))
+                registry.delete(registry.find(opened.captured.session_id))
             forget()
             del opened
             while not ours().keys().isdisjoint(PASSING):  # noqa: ASYNC110 - told by nobody
@@ -176,11 +177,11 @@ async def test_no_object_of_a_call_outlives_its_session(
         await face.stop()
         await backend.close()
     crowd.assert_answered()
-    # What the first round left are caches.
+    # Leftovers of the first round are caches.
     assert left[-1] - left[0] == Counter()
 
 
-async def test_the_memory_of_a_gateway_is_flat_under_rough_calls(tmp_path: Path) -> None:
+async def test_the_memory_of_a_gateway_is_flat_under_bad_calls(tmp_path: Path) -> None:
     num_lanes = 8
     async with ScriptedEngine(next_token) as engine, sampling(tmp_path, engine) as gateway:
         process = psutil.Process(gateway.process.pid)
@@ -212,17 +213,17 @@ async def test_the_memory_of_a_gateway_is_flat_under_rough_calls(tmp_path: Path)
     assert rss_bytes[-1] - rss_bytes[1] < 4_000_000
 
 
-class Stage:
-    """A gateway in this process, whose engine says nothing until it is told to begin."""
+class GatewayInProcess:
+    """A gateway in this process, whose engine waits for permission to answer."""
 
     def __init__(self, backend: GatewayBackend, engine: ScriptedEngine | ScriptedProvider) -> None:
         self.backend = backend
         self.engine = engine
         self.clock = FakeClock()
-        self.book = SessionRegistry(backend.capture, self.clock, RETENTION_S)
+        self.registry = SessionRegistry(backend.capture, self.clock, RETENTION_S)
         self.inventory = Inventory()
         self.num_begun = 0
-        """Calls whose answer has begun to come."""
+        """Calls whose answer has begun to arrive."""
         self.address = ("", 0)
 
     @asynccontextmanager
@@ -233,7 +234,7 @@ class Stage:
         face = self.backend.serve(control)
         address = await face.start(listen("127.0.0.1:0"))
         count_blobs(self.inventory)
-        self.backend.count_in(self.inventory, self.book)
+        self.backend.count_in(self.inventory, self.registry)
         host, _, port = address.removeprefix("http://").rpartition(":")
         self.address = host, int(port)
         running = asyncio.create_task(self.backend.run())
@@ -245,7 +246,7 @@ class Stage:
             await self.backend.close()
 
     async def call(self, opened: OpenedSession, body: bytes, num_sent: int) -> bytes:
-        """A call of which so many bytes are sent; what is answered."""
+        """Make a call but send only `num_sent` bytes; return the answer."""
         reader, writer = await asyncio.open_connection(*self.address)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nx-api-key: {opened.api_key}\r\n".encode()
         size = b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
@@ -263,96 +264,100 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage_in_tokens(folder: Path) -> AsyncIterator[Stage]:
+async def gateway_in_tokens(folder: Path) -> AsyncIterator[GatewayInProcess]:
     model = write_large_folder(folder / "model", "qwen3_vl")
     settings = [f"model.path={model}", f"run.folder={folder}", "sampling.max_tokens=8"]
     async with ScriptedEngine(next_token) as engine:
         engine.hold()
-        stage = Stage(TokenBackend(load_config(None, settings), (engine.url,)), engine)
-        async with stage.serving():
-            yield stage
+        gateway = GatewayInProcess(TokenBackend(load_config(None, settings), (engine.url,)), engine)
+        async with gateway.serving():
+            yield gateway
 
 
 @asynccontextmanager
-async def stage_by_relay(folder: Path) -> AsyncIterator[Stage]:
-    # Longer than one read, since of a stream the newest piece does not pass.
-    told = events(b"1" * 2**20, b"[DONE]")
-    async with ScriptedProvider(lambda _: told) as provider:
+async def gateway_by_relay(folder: Path) -> AsyncIterator[GatewayInProcess]:
+    # Longer than one read, since a relay holds back the newest piece of a stream.
+    response = events(b"1" * 2**20, b"[DONE]")
+    async with ScriptedProvider(lambda _: response) as provider:
         provider.holds = provider.holds_first = True
         config = load_config(None, [f"run.folder={folder}"])
-        stage = Stage(RelayBackend(config, (provider.url,), ""), provider)
-        async with stage.serving():
-            yield stage
+        gateway = GatewayInProcess(RelayBackend(config, (provider.url,), ""), provider)
+        async with gateway.serving():
+            yield gateway
 
 
-def looking(number: int, is_stream: bool) -> bytes:
-    """A call that shows a screenshot, with a text that nobody else shows."""
+def call_with_screenshot(number: int, is_stream: bool) -> bytes:
+    """A call that shows a screenshot, with a text of its own."""
     content = base64.b64encode(random.Random(number).randbytes(60_000)).decode()
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
     shown = [{"role": "user", "content": [{"type": "text", "text": f"look {number}"}, image]}]
     return orjson.dumps({"messages": shown, "stream": is_stream})
 
 
-async def ended_in_mid_call(stage: Stage, ending: str, is_begun: bool, seed: int) -> list[bytes]:
-    """A session that ends while one call comes in and two are at the engine; what they hear."""
-    opened = stage.book.open(CaptureOptions(), b"{}")
-    entry = stage.book.find(opened.captured.session_id)
-    bodies = [looking(10 * seed + n, is_begun or n == 1) for n in range(3)]
+async def answers_of_ended_session(
+    gateway: GatewayInProcess, ending: str, is_begun: bool, seed: int
+) -> list[bytes]:
+    """End a session while one call arrives and two are at the engine; return their answers."""
+    opened = gateway.registry.open(CaptureOptions(), b"{}")
+    entry = gateway.registry.find(opened.captured.session_id)
+    bodies = [call_with_screenshot(10 * seed + n, is_begun or n == 1) for n in range(3)]
     num_sent = [len(bodies[0]) // 2, len(bodies[1]), len(bodies[2])]
     if ending == "expire":  # a session whose calls are at the engine is not idle
         del bodies[1:], num_sent[1:]
-    stage.num_begun = 0
+    gateway.num_begun = 0
     async with asyncio.TaskGroup() as group:
         calls = [
-            group.create_task(stage.call(opened, body, num))
+            group.create_task(gateway.call(opened, body, num))
             for body, num in zip(bodies, num_sent, strict=True)
         ]
-        await stage.until(lambda: stage.backend.num_open() == len(calls))
-        await stage.until(lambda: stage.backend.num_live() == len(calls) - 1)
+        await gateway.until(lambda: gateway.backend.num_open() == len(calls))
+        await gateway.until(lambda: gateway.backend.num_live() == len(calls) - 1)
         if is_begun and len(calls) > 1:
-            begin = stage.engine.allow if isinstance(stage.engine, ScriptedEngine) else None
-            await (begin(2) if begin else stage.engine.release())
-            await stage.until(lambda: stage.num_begun > 0)
+            begin = gateway.engine.allow if isinstance(gateway.engine, ScriptedEngine) else None
+            await (begin(2) if begin else gateway.engine.release())
+            await gateway.until(lambda: gateway.num_begun > 0)
         if ending == "finish":
-            stage.book.finish(entry, None)
+            gateway.registry.finish(entry, None)
         elif ending == "expire":
-            stage.clock.advance(RETENTION_S)
-            stage.book.expire()
+            gateway.clock.advance(RETENTION_S)
+            gateway.registry.expire()
         if ending != "expire":
-            stage.book.delete(entry)
+            gateway.registry.delete(entry)
     return [each.result() for each in calls]
 
 
 def has_at_most(num_fds: int) -> bool:
-    """This process."""
+    """Whether this process has at most so many."""
     return psutil.Process().num_fds() <= num_fds
 
 
-Staging = Callable[[Path], AbstractAsyncContextManager[Stage]]
+Staging = Callable[[Path], AbstractAsyncContextManager[GatewayInProcess]]
 
 
-@pytest.mark.parametrize("staging", [stage_in_tokens, stage_by_relay])
+@pytest.mark.parametrize("starting", [gateway_in_tokens, gateway_by_relay])
 @pytest.mark.usefixtures("young_heap")
-async def test_a_session_that_ends_in_mid_call_gives_everything_back(
-    tmp_path: Path, staging: Staging
+async def test_a_session_that_ends_during_calls_frees_everything(
+    tmp_path: Path, starting: Staging
 ) -> None:
     num_before = blobs.num_blobs()
-    async with asyncio.timeout(3 * PATIENCE_S), staging(tmp_path) as stage:
+    async with asyncio.timeout(3 * PATIENCE_S), starting(tmp_path) as gateway:
         left: list[tuple[Counter[str], dict[str, int]]] = []
         num_fds = 0
         for seed in range(3):
             for ending in ("finish", "delete", "expire"):
                 for is_begun in (False, True):
-                    for heard in await ended_in_mid_call(stage, ending, is_begun, seed):
-                        assert b'"session_sealed"' in heard
-            stage.engine.seen.clear()
-            await stage.until(lambda: stage.backend.num_open() + stage.backend.num_live() == 0)
-            await stage.until(lambda: ours().keys().isdisjoint(PASSING))
+                    for answer in await answers_of_ended_session(gateway, ending, is_begun, seed):
+                        assert b'"session_sealed"' in answer
+            gateway.engine.seen.clear()
+            await gateway.until(
+                lambda: gateway.backend.num_open() + gateway.backend.num_live() == 0
+            )
+            await gateway.until(lambda: ours().keys().isdisjoint(PASSING))
             assert blobs.num_blobs() == num_before
-            left.append((ours(), stage.inventory.held()))
+            left.append((ours(), gateway.inventory.held()))
             num_fds = num_fds or psutil.Process().num_fds()
-            # The kernel's end of a connection goes a moment after ours.
-            await stage.until(partial(has_at_most, num_fds))
-    # What the first round left are caches.
+            # The kernel closes its end of a connection a moment after the process.
+            await gateway.until(partial(has_at_most, num_fds))
+    # Leftovers of the first round are caches.
     assert left[-1][0] - left[0][0] == Counter()
     assert {what: num for what, num in left[-1][1].items() if num} == {}

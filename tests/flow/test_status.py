@@ -1,4 +1,4 @@
-"""`rollmesh status` of a mesh that launch runs, while it does and after, and what cannot drain."""
+"""`rollmesh status` of a mesh that launch runs, during and after the run, and drains that fail."""
 
 import contextlib
 import os
@@ -21,20 +21,20 @@ WITHIN_S = 60.0
 BOTH_LIVE = {"worker-0": "live", "worker-1": "live"}
 
 
-def rollmesh(*words: str) -> "subprocess.CompletedProcess[str]":
-    argv = [*ROLLMESH, *words]
+def rollmesh(*args: str) -> "subprocess.CompletedProcess[str]":
+    argv = [*ROLLMESH, *args]
     return subprocess.run(argv, capture_output=True, text=True, timeout=WITHIN_S, check=False)
 
 
-def told(*words: str) -> dict[str, Any]:
-    done = rollmesh("status", "--json", *words)
+def status_of(*args: str) -> dict[str, Any]:
+    done = rollmesh("status", "--json", *args)
     assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = msgspec.json.decode(done.stdout)
-    return told
+    status: dict[str, Any] = msgspec.json.decode(done.stdout)
+    return status
 
 
 def start(folder: Path) -> LaunchedMesh:
-    """A mesh whose engine is away, so it runs nothing."""
+    """A mesh without an engine, so that it runs nothing."""
     mesh = LaunchedMesh(folder, "http://127.0.0.1:9", env="echo", worker={"num_workers": 2})
     try:
         mesh.until_ready("worker-0", "worker-1")
@@ -46,13 +46,13 @@ def start(folder: Path) -> LaunchedMesh:
 
 @pytest.fixture(scope="module")
 def idle_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedMesh]:
-    """One that tests only look at."""
+    """A mesh that tests only read."""
     mesh = start(tmp_path_factory.mktemp("idle"))
     yield mesh
     mesh.close()
 
 
-def test_a_mesh_is_told_by_its_folder_and_by_its_router(idle_mesh: LaunchedMesh) -> None:
+def test_a_mesh_is_found_by_its_folder_and_by_its_router(idle_mesh: LaunchedMesh) -> None:
     argv = [*ROLLMESH, "status", str(idle_mesh.run), "--watch", "--json"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as watch:
         assert watch.stdout
@@ -65,9 +65,9 @@ def test_a_mesh_is_told_by_its_folder_and_by_its_router(idle_mesh: LaunchedMesh)
     assert watch.returncode == 0
     assert standing["run"]["phase"] == "running"
     assert {row["role"]: row["pid"] for row in standing["processes"]} == idle_mesh.pids()
-    asked = told("--router", idle_mesh.router().http_address)
-    assert asked["run"] is None
-    assert [row["env"] for row in asked["router"]["workers"]] == ["echo", "echo"]
+    by_router = status_of("--router", idle_mesh.router().http_address)
+    assert by_router["run"] is None
+    assert [row["env"] for row in by_router["router"]["workers"]] == ["echo", "echo"]
 
 
 def test_status_takes_either_address_and_prints_both(idle_mesh: LaunchedMesh) -> None:
@@ -89,14 +89,16 @@ def test_drain_takes_either_address(idle_mesh: LaunchedMesh) -> None:
 
 
 @pytest.mark.parametrize("verb", [("status",), ("drain", "worker-0")])
-def test_an_address_of_another_kind_is_one_line_with_both_forms(verb: tuple[str, ...]) -> None:
+def test_an_address_of_another_kind_is_a_one_line_error_with_both_forms(
+    verb: tuple[str, ...],
+) -> None:
     ended = rollmesh(*verb, "--router", "127.0.0.1:5555")
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
     assert "tcp://HOST:PORT or http://HOST:PORT" in ended.stderr
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
-def test_a_watch_ends_when_its_reader_has_seen_enough(
+def test_a_watch_ends_when_its_reader_closes_the_pipe(
     idle_mesh: LaunchedMesh, form: tuple[str, ...]
 ) -> None:
     argv = [*ROLLMESH, "status", str(idle_mesh.run), "--watch", *form]
@@ -109,7 +111,7 @@ def test_a_watch_ends_when_its_reader_has_seen_enough(
     assert watch.returncode == 0
 
 
-def test_a_watch_paints_over_what_it_painted_until_ctrl_c(idle_mesh: LaunchedMesh) -> None:
+def test_a_watch_repaints_its_lines_until_ctrl_c(idle_mesh: LaunchedMesh) -> None:
     ours, its = pty.openpty()
     argv = [*ROLLMESH, "status", "--router", idle_mesh.router().http_address, "--watch"]
     with subprocess.Popen(argv, stdout=its, env={**os.environ, "TERM": "xterm"}) as watch:
@@ -118,7 +120,7 @@ def test_a_watch_paints_over_what_it_painted_until_ctrl_c(idle_mesh: LaunchedMes
         while painted.count(b"worker-1") < 3:
             painted += os.read(ours, 65536)
         watch.send_signal(signal.SIGINT)
-        # A terminal takes the last picture too: it holds 4 KB, and whoever paints waits for room.
+        # A terminal must be read to the last picture: it holds 4 KB, and a writer waits for room.
         with contextlib.suppress(OSError):
             while os.read(ours, 65536):
                 pass
@@ -127,32 +129,32 @@ def test_a_watch_paints_over_what_it_painted_until_ctrl_c(idle_mesh: LaunchedMes
     assert b"\x1b[1A\x1b[2K" in painted  # a line up, and clear it
 
 
-def test_what_cannot_be_drained_is_told_in_one_line(idle_mesh: LaunchedMesh) -> None:
+def test_a_drain_that_fails_is_a_one_line_error(idle_mesh: LaunchedMesh) -> None:
     unknown = rollmesh("drain", "worker-7", str(idle_mesh.run))
     assert unknown.returncode == 2
     assert unknown.stderr.startswith("rollmesh: no worker 'worker-7'; there are: worker-")
     assert unknown.stderr.count("\n") == 1
-    nobody = rollmesh("drain", "worker-0", "--router", "tcp://127.0.0.1:9")
-    assert nobody.returncode == 2
-    assert nobody.stderr == (
+    no_router = rollmesh("drain", "worker-0", "--router", "tcp://127.0.0.1:9")
+    assert no_router.returncode == 2
+    assert no_router.stderr == (
         "rollmesh: tcp://127.0.0.1:9: no answer from a router within 3 s; "
         "check its address and our keys\n"
     )
 
 
-def test_a_mesh_whose_launch_is_killed_is_not_told_as_alive(tmp_path: Path) -> None:
+def test_a_mesh_whose_launch_is_killed_is_not_shown_as_running(tmp_path: Path) -> None:
     mesh = start(tmp_path)
     assert has_telemetry(mesh.run)
     processes = [psutil.Process(pid) for pid in mesh.pids().values()]
     mesh.process.kill()
     psutil.wait_procs(processes, WITHIN_S)
     mesh.close()
-    standing = told(str(mesh.run))
+    standing = status_of(str(mesh.run))
     assert (standing["run"]["phase"], standing["processes"]) == ("killed", [])
 
 
 def has_telemetry(run: Path) -> bool:
-    """Once telemetry has a line."""
+    """Wait until telemetry has a line."""
     argv = [*ROLLMESH, "status", str(run), "--watch", "--json"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as watch:
         assert watch.stdout

@@ -1,4 +1,4 @@
-"""Workers that leave, die, wear out or are killed by what they run, under a real supervisor."""
+"""Workers that leave, die, wear out or are killed by their tasks, under a real supervisor."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ from tests.flow.worker_mesh import TURNS, byte_token
 
 WITHIN_S = 60.0
 SLOW_TO_MISS = {"beat_s": 0.2, "missed_beats": 10_000}
-"""Beats alone would never tell that a worker is gone."""
+"""So high that heartbeats never reveal the loss of a worker."""
 ENV = """
 import os, signal
 from rollmesh.envs.echo import EchoEnv
@@ -44,7 +44,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 @pytest.fixture
 def settings(request: pytest.FixtureRequest) -> dict[str, int]:
-    """Of the section `worker`, beside the number of them."""
+    """Settings of the section `worker`, except for the number of workers."""
     return getattr(request, "param", {})
 
 
@@ -79,7 +79,7 @@ def ask(client: RolloutClient, task_id: str = "echo") -> None:
 
 
 def find_busy(url: str) -> str:
-    """The worker that runs something, once the router tells so."""
+    """The worker that runs a group, once the router reports one."""
     while True:
         workers = httpx.get(f"{url}/status").json()["workers"]
         for row in workers:
@@ -87,12 +87,12 @@ def find_busy(url: str) -> str:
                 return str(row["worker_id"])
 
 
-def drain(*words: str) -> "subprocess.CompletedProcess[str]":
-    argv = [sys.executable, "-m", "rollmesh.cli.main", "drain", *words]
+def drain(*args: str) -> "subprocess.CompletedProcess[str]":
+    argv = [sys.executable, "-m", "rollmesh.cli.main", "drain", *args]
     return subprocess.run(argv, capture_output=True, text=True, timeout=WITHIN_S, check=False)
 
 
-async def test_a_drained_worker_finishes_what_it_runs_and_is_not_started_again(
+async def test_a_drained_worker_finishes_its_groups_and_is_not_restarted(
     mesh: LaunchedMesh, engine: ScriptedEngine, client: RolloutClient
 ) -> None:
     engine.hold()
@@ -115,7 +115,7 @@ async def test_a_drained_worker_finishes_what_it_runs_and_is_not_started_again(
     assert end["notes"] == [f"{busy} was drained and is not restarted"]
 
 
-async def test_a_killed_worker_is_noticed_at_once_and_its_group_runs_elsewhere(
+async def test_a_killed_worker_is_noticed_at_once_and_its_group_runs_on_another(
     mesh: LaunchedMesh, engine: ScriptedEngine, client: RolloutClient
 ) -> None:
     engine.hold()
@@ -130,7 +130,7 @@ async def test_a_killed_worker_is_noticed_at_once_and_its_group_runs_elsewhere(
     assert (finished.worker_id != busy, finished.attempt) == (True, 2)
 
 
-async def test_a_worker_that_gets_a_signal_which_launch_did_not_send_is_started_again(
+async def test_a_worker_that_gets_a_signal_which_launch_did_not_send_is_restarted(
     mesh: LaunchedMesh, client: RolloutClient
 ) -> None:
     before = mesh.pids()
@@ -179,7 +179,7 @@ os.kill(os.getpid(), signal.SIGSEGV)
 """
 
 
-async def test_a_crash_in_each_load_is_told_with_its_cause_and_ends_the_run(
+async def test_a_crash_in_every_load_ends_the_run_with_its_cause(
     tmp_path: Path, engine: ScriptedEngine
 ) -> None:
     (tmp_path / "poisoned.py").write_text(CRASHES)

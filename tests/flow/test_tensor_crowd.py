@@ -1,5 +1,6 @@
-"""Processes crowd one store while it frees and fills itself: all that is seen is whole, and all of
-it is free in the end."""
+"""Many processes read one store while it frees and refills memory: all shards that they see are
+intact, and everything is free in the end.
+"""
 
 import subprocess
 import sys
@@ -28,7 +29,7 @@ MAX_BYTES = 2**20
 SOON_S = 60.0
 
 Turn = tuple[list[int], str]
-"""Sizes that are put, and what is done while the guests fetch."""
+"""Sizes of new shards, and the action that runs while the guests fetch."""
 SCHEDULES = st.lists(
     st.tuples(
         st.lists(st.integers(0, 90_000), max_size=8),
@@ -52,27 +53,29 @@ class Crowd:
         self._step = 1
 
     def live(self, turn: Turn) -> list[str]:
-        """What the guests say of one turn."""
-        sizes, deed = turn
+        """Run one turn; return the guests' answers."""
+        sizes, action = turn
         self._put(sizes)
-        self._tell(self._handles)
-        self._do(deed)
+        self._send(self._handles)
+        self._do(action)
         return [self._answer(each) for each in self._guests]
 
     def part(self) -> tuple[list[str], int, int, int]:
-        """All is freed, and all let go of all: what the guests see, and what is left soon after."""
+        """Free everything and let all guests release everything; return their answers and what is
+        left soon after.
+        """
         self._clear(slice(None))
         self.store.end_step(self._step)
-        self._tell([])
-        told = [self._answer(each) for each in self._guests]
+        self._send([])
+        answers = [self._answer(each) for each in self._guests]
         deadline_s = time.monotonic() + SOON_S
         while self.store.stats().retained_bytes and time.monotonic() < deadline_s:
             threading.Event().wait(0.005)
         stats = self.store.stats()
-        return told, stats.num_tensors, stats.retained_bytes, self._arena.held_bytes
+        return answers, stats.num_tensors, stats.retained_bytes, self._arena.held_bytes
 
     def close(self) -> None:
-        """The guests stay for another."""
+        """The guests keep running for the next example."""
         self._server.stop()
         self.store.close()
 
@@ -89,9 +92,9 @@ class Crowd:
         self.store.clear([each.shard_id for each in self._handles[some]])
         del self._handles[some]
 
-    def _do(self, deed: str) -> None:
+    def _do(self, action: str) -> None:
         ids = [each.shard_id for each in self._handles]
-        match deed:
+        match action:
             case "clear some":
                 self._clear(slice(0, None, 2))
             case "clear all" | "overwrite":
@@ -102,10 +105,10 @@ class Crowd:
             case "end step":
                 self.store.end_step(self._step)
                 self._step += 1
-        if deed == "overwrite":
+        if action == "overwrite":
             self._put([80_000] * 8)
 
-    def _tell(self, handles: list[RTensor]) -> None:
+    def _send(self, handles: list[RTensor]) -> None:
         for guest in self._guests:
             assert guest.stdin is not None
             guest.stdin.write(f"{pack(handles).hex()}\n")
@@ -118,7 +121,7 @@ class Crowd:
 
 @pytest.fixture(scope="module")
 def guests() -> Iterator[list["subprocess.Popen[str]"]]:
-    """Several; they end with their stdin."""
+    """Several guests, which end with their stdin."""
     pipe = subprocess.PIPE
     with ExitStack() as stack:
         yield [
@@ -135,7 +138,7 @@ def guests() -> Iterator[list["subprocess.Popen[str]"]]:
 
 
 @pytest.mark.parametrize("folder", [SHARED_MEMORY, None], ids=["shared", "sent"])
-def test_whatever_is_freed_while_others_fetch_all_they_see_is_whole(
+def test_shards_that_others_fetch_are_intact_whatever_is_freed_meanwhile(
     folder: Path | None, guests: list["subprocess.Popen[str]"]
 ) -> None:
     num_seen = 0
@@ -147,9 +150,9 @@ def test_whatever_is_freed_while_others_fetch_all_they_see_is_whole(
         crowd = Crowd(folder, guests)
         try:
             for turn in schedule:
-                told = crowd.live(turn)
-                assert "broken" not in told
-                num_seen += sum(map(int, told))
+                answers = crowd.live(turn)
+                assert "broken" not in answers
+                num_seen += sum(map(int, answers))
             assert crowd.part() == (["0"] * NUM_GUESTS, 0, 0, 0)
         finally:
             crowd.close()

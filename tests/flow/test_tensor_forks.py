@@ -1,4 +1,6 @@
-"""A data loader forks the process that trains: workers take tensors, and are refused handles."""
+"""A data loader forks the process that trains: its workers read tensors, and may not fetch
+handles.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +26,7 @@ REFUSED = "made before a fork is the parent's"
 
 
 class Slow(Peers):
-    """Whose fetch has begun, and ends when the test says so."""
+    """A backend whose fetch ends when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,27 +50,27 @@ def owner() -> Iterator[Plane]:
 
 
 def loaded(rows: list[Any], collate: Callable[[list[Any]], Any] | None = None) -> list[Any]:
-    """By a worker."""
+    """The rows that a data loader's worker returns."""
     loader: Any = DataLoader(rows, collate_fn=collate, num_workers=1, timeout=60)  # type: ignore[arg-type]
     return list(loader)
 
 
 def refusals(*planes: Plane) -> Callable[[list[Any]], list[str]]:
-    """For a worker: what each plane says to handles."""
+    """A collate function that returns each plane's error for handles in a worker."""
 
     def localize(handles: list[Any]) -> list[str]:
-        said = []
+        errors = []
         for plane in planes:
             try:
                 plane.localize(handles)
             except TensorError as error:
-                said.append(str(error))
-        return said
+                errors.append(str(error))
+        return errors
 
     return localize
 
 
-def test_a_worker_reads_what_was_localized_before(owner: Plane) -> None:
+def test_a_worker_reads_tensors_that_were_localized_before(owner: Plane) -> None:
     rows = owner.localize(owner.remotize([torch.full((3,), float(n)) for n in range(4)]))
     assert [float(batch.sum()) for batch in loaded(rows)] == [0, 3, 6, 9]
 
@@ -78,11 +80,11 @@ def test_a_worker_that_localizes_is_refused(owner: Plane) -> None:
     with closing(Peers()) as peers:
         consumer = Plane(None, FetchBuffer(MAX_BYTES), peers)
         consumer.localize(handles)
-        (said,) = loaded(handles, refusals(owner, consumer))
-    assert [REFUSED in each for each in said] == [True, True]
+        (errors,) = loaded(handles, refusals(owner, consumer))
+    assert [REFUSED in each for each in errors] == [True, True]
 
 
-def test_a_worker_does_not_wait_for_what_a_thread_of_its_parent_fetches(owner: Plane) -> None:
+def test_a_worker_does_not_wait_for_a_fetch_of_its_parents_thread(owner: Plane) -> None:
     handles = owner.remotize([torch.ones(3)])
     slow = Slow()
     with closing(slow), ThreadPoolExecutor(1) as pool:
@@ -90,8 +92,8 @@ def test_a_worker_does_not_wait_for_what_a_thread_of_its_parent_fetches(owner: P
         fetching = pool.submit(consumer.localize, handles)
         slow.begun.wait()
         try:
-            ((said,),) = loaded(handles, refusals(consumer))
-            assert REFUSED in said
+            ((error,),) = loaded(handles, refusals(consumer))
+            assert REFUSED in error
         finally:
             slow.goes_on.set()
         assert fetching.result()[0].tolist() == [1, 1, 1]

@@ -1,4 +1,6 @@
-"""Owners that live, are killed, and fork: what is left in shared memory, and who still sees it."""
+"""Owners that run, are killed, and fork: what is left in shared memory, and which processes still
+see it.
+"""
 
 import subprocess
 import sys
@@ -18,7 +20,7 @@ WAIT_S = 60.0
 
 
 class Owner:
-    """A process of tensor_owner.py, until the end of the `with`."""
+    """A process of tensor_owner.py, which runs until the end of the `with`."""
 
     def __init__(self, folder: Path) -> None:
         argv = [sys.executable, "-m", "tests.flow.tensor_owner", str(folder)]
@@ -31,8 +33,8 @@ class Owner:
     def __exit__(self, *_: object) -> None:
         self._process.communicate(timeout=WAIT_S)
 
-    def says(self, line: str) -> str:
-        """Its answer."""
+    def command(self, line: str) -> str:
+        """Send a line; return its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{line}\n")
@@ -40,25 +42,25 @@ class Owner:
         return self._process.stdout.readline().strip()
 
     def seen(self) -> NDArray[np.uint8]:
-        """What it has put, as it is seen from here."""
-        place = range_of(self.says("put"))
+        """The content that it has stored, read by this process."""
+        place = range_of(self.command("put"))
         return AttachedSegment(place.path).view(place.offset, place.num_bytes)
 
     def kill(self) -> None:
-        """As the system does when it is out of memory."""
+        """Kill it as the system does when it is out of memory."""
         self._process.kill()
         self._process.wait(WAIT_S)
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """In shared memory; all of it must be gone at the end."""
+    """A folder in shared memory, which must be empty at the end."""
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as name:
         yield Path(name)
         assert [*Path(name).iterdir()] == []
 
 
-def test_what_a_killed_owner_leaves_goes_when_the_next_starts_and_who_looks_goes_on(
+def test_memory_of_a_killed_owner_is_swept_by_the_next_and_its_readers_are_unaffected(
     folder: Path,
 ) -> None:
     with Owner(folder) as owner:
@@ -72,7 +74,7 @@ def test_what_a_killed_owner_leaves_goes_when_the_next_starts_and_who_looks_goes
     assert (also_seen == 7).all()
 
 
-def test_a_sweep_leaves_the_living_alone(folder: Path) -> None:
+def test_a_sweep_keeps_the_memory_of_running_owners(folder: Path) -> None:
     with Owner(folder) as owner:
         seen = owner.seen()
         assert sweep(folder) == 0
@@ -81,18 +83,18 @@ def test_a_sweep_leaves_the_living_alone(folder: Path) -> None:
         assert sweep(folder) == 1
 
 
-def test_a_forked_child_neither_uses_nor_removes_what_is_its_parents(folder: Path) -> None:
+def test_a_forked_child_neither_uses_nor_removes_its_parents_memory(folder: Path) -> None:
     with Owner(folder) as owner:
         seen = owner.seen()
-        assert "is the parent's" in owner.says("fork")
+        assert "is the parent's" in owner.command("fork")
         assert len([*folder.iterdir()]) == 1
         assert (owner.seen() == seen).all()
 
 
-def test_a_killed_owners_memory_is_swept_also_where_a_child_of_its_lingers(folder: Path) -> None:
+def test_a_killed_owners_memory_is_swept_even_if_its_child_still_runs(folder: Path) -> None:
     with Owner(folder) as owner:
         seen = owner.seen()
-        assert owner.says("linger") == "it lingers"
+        assert owner.command("linger") == "it lingers"
         assert sweep(folder) == 0
         owner.kill()
         assert sweep(folder) == 1

@@ -25,7 +25,7 @@ from rollmesh.tensors.store import OwnerStore, StoreSettings
 PROGRAM = Path(__file__).with_name("tensor_process.py")
 NUM_BYTES = 2**20
 PROMPT_S = 25.0
-"""Less than a line's patience."""
+"""Shorter than the timeout of a line."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -42,35 +42,35 @@ class Child:
         )
 
     def line(self) -> str:
-        """What it tells next."""
+        """Return its next line."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def say(self, line: str) -> None:
-        """To it."""
+    def send(self, line: str) -> None:
+        """Send it a line."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
 
     def kill(self) -> None:
-        """As the kernel does where memory is short."""
+        """Kill it as the kernel does when memory is short."""
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> None:
-        """It does not go on; returns when it does not."""
+        """Stop it (SIGSTOP), and wait until it has stopped."""
         self.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def end(self) -> str:
-        """It is told to end, and has; what it still told."""
-        told, _ = self.process.communicate()
-        return told.strip()
+        """Close its stdin and wait for its end; return the rest of its output."""
+        output, _ = self.process.communicate()
+        return output.strip()
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Child]]:
-    """Starts children; those that the test leaves are killed."""
+    """Start children; the ones that the test leaves running are killed."""
     children: list[Child] = []
 
     def start(*argv: str) -> Child:
@@ -87,7 +87,7 @@ def start() -> Iterator[Callable[..., Child]]:
 
 @pytest.fixture
 def store() -> Iterator[OwnerStore]:
-    """Our own, served."""
+    """This process's own store, served."""
     store = OwnerStore(StoreSettings(max_bytes=2**27), SystemClock())
     server = TensorServer(store, "tcp://127.0.0.1:0")
     server.start()
@@ -116,16 +116,16 @@ def soon(is_so: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("kind", ["shared", "private"])
 @pytest.mark.parametrize("has_child", [False, True], ids=["alone", "forked"])
-def test_a_fetch_from_an_owner_that_is_killed_meanwhile_fails_at_once(
+def test_a_fetch_from_an_owner_that_is_killed_fails_at_once(
     start: Callable[..., Child], kind: str, has_child: bool
 ) -> None:
     owner, handle = started_owner(start, kind)
     errors: list[Exception] = []
     with closing(Peers()) as peers:
         peers.fetch(handle.owner, [handle])
-        if has_child:  # which lingers, with whatever it was left of the connection
+        if has_child:  # the child lingers, with its part of the connection
             owner.line()
-            owner.say("fork")
+            owner.send("fork")
             assert owner.line() == "forked"
 
         def fetch() -> None:
@@ -143,7 +143,7 @@ def test_a_fetch_from_an_owner_that_is_killed_meanwhile_fails_at_once(
     assert len(errors) == 1
 
 
-def test_what_an_owner_lent_is_there_after_it_was_killed(start: Callable[..., Child]) -> None:
+def test_lent_memory_outlives_its_killed_owner(start: Callable[..., Child]) -> None:
     owner, handle = started_owner(start, "shared")
     path = Path(owner.line())
     expected = np.arange(NUM_BYTES).astype(np.uint8)
@@ -153,17 +153,17 @@ def test_what_an_owner_lent_is_there_after_it_was_killed(start: Callable[..., Ch
         with pytest.raises(OwnerGone):
             peers.fetch(handle.owner, [handle])
     assert path.exists()
-    OwnerStore(StoreSettings(max_bytes=2**20), SystemClock()).close()  # which sweeps
+    OwnerStore(StoreSettings(max_bytes=2**20), SystemClock()).close()  # the new store sweeps
     assert not path.exists()
     assert np.array_equal(content.data, expected)
 
 
-def test_what_a_consumer_held_is_free_once_it_was_killed(
+def test_memory_that_a_killed_consumer_held_is_freed(
     start: Callable[..., Child], store: OwnerStore
 ) -> None:
     handle = put(store)
     consumer = start("consumer")
-    consumer.say(pack([handle]).hex())
+    consumer.send(pack([handle]).hex())
     assert consumer.line() == str(NUM_BYTES)
     assert store.clear([handle.shard_id]) == 1
     assert store.stats().retained_bytes == NUM_BYTES
@@ -171,12 +171,12 @@ def test_what_a_consumer_held_is_free_once_it_was_killed(
     soon(lambda: store.stats().retained_bytes == 0)
 
 
-def test_what_a_stopped_consumer_holds_stays_as_it_is(
+def test_memory_that_a_stopped_consumer_holds_is_unchanged(
     start: Callable[..., Child], store: OwnerStore
 ) -> None:
     handle = put(store)
     consumer = start("consumer")
-    consumer.say(pack([handle]).hex())
+    consumer.send(pack([handle]).hex())
     assert consumer.line() == str(NUM_BYTES)
     consumer.stop()
     store.clear([handle.shard_id])
@@ -188,27 +188,27 @@ def test_what_a_stopped_consumer_holds_stays_as_it_is(
     soon(lambda: store.stats().retained_bytes == 0)
 
 
-def test_all_consumers_of_a_host_look_at_one_copy(
+def test_all_consumers_of_a_host_share_one_copy(
     start: Callable[..., Child], store: OwnerStore
 ) -> None:
     handle = put(store)
     consumers = [start("consumer") for _ in range(3)]
     for consumer in consumers:
-        consumer.say(pack([handle]).hex())
+        consumer.send(pack([handle]).hex())
     assert [consumer.line() for consumer in consumers] == [str(NUM_BYTES)] * 3
     assert store.stats().total_bytes == NUM_BYTES
     assert [consumer.end() for consumer in consumers] == [str(NUM_BYTES)] * 3
 
 
-def test_a_neighbour_that_is_killed_while_it_fetches_for_others_is_passed_over(
+def test_a_neighbour_that_is_killed_while_it_fetches_for_others_is_bypassed(
     start: Callable[..., Child],
 ) -> None:
-    arena = Arena(2**24, None)  # as on another machine: nobody here sees it
+    arena = Arena(2**24, None)  # as on another machine: no process here sees the owner's memory
     store = OwnerStore(StoreSettings(max_bytes=2**24), SystemClock(), arena)
     server = TensorServer(store, "tcp://127.0.0.1:0")
     server.start()
     carrier = start("carrier")
-    carrier.say(pack([put(store)]).hex())
+    carrier.send(pack([put(store)]).hex())
     assert carrier.line() == str(NUM_BYTES)
     fetched: list[tuple[int, bool]] = []
     with closing(Peers(landing_bytes=2**22, is_shared=True)) as peers:
@@ -232,7 +232,7 @@ def test_a_neighbour_that_is_killed_while_it_fetches_for_others_is_passed_over(
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_crowd_of_processes_sees_whole_shards_and_one_that_is_killed_leaves_nothing(
+def test_many_processes_see_intact_shards_and_killed_ones_leave_nothing(
     start: Callable[..., Child], store: OwnerStore, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -242,7 +242,7 @@ def test_a_crowd_of_processes_sees_whole_shards_and_one_that_is_killed_leaves_no
     for turn in range(40):
         known += put_bytes(store, [rng.choice([0, 1, 4096, 100_000]) for _ in range(4)])
         for child in crowd:
-            child.say(pack(rng.sample(known, min(len(known), 6))).hex())
+            child.send(pack(rng.sample(known, min(len(known), 6))).hex())
         if turn == 20:
             crowd.pop().kill()
         rng.shuffle(known)
@@ -257,7 +257,7 @@ def test_a_crowd_of_processes_sees_whole_shards_and_one_that_is_killed_leaves_no
 
 
 def put_bytes(store: OwnerStore, sizes: list[int]) -> list[RTensor]:
-    """Shards that are full of the last byte of their ids, which are given one after the other."""
+    """Shards that are full of the last byte of their ids, which are consecutive."""
     before = put(store).shard_id
     store.clear([before])
     return store.put(

@@ -1,4 +1,4 @@
-"""A batch goes from process to process as the example shows it, and the page."""
+"""A batch goes from process to process as in the example and the page."""
 
 import re
 import subprocess
@@ -25,7 +25,7 @@ def test_a_batch_is_stored_fetched_and_freed_by_two_processes() -> None:
     ]
 
 
-def test_what_the_page_shows_runs_in_an_empty_folder(tmp_path: Path) -> None:
+def test_the_pages_snippet_runs_in_an_empty_folder(tmp_path: Path) -> None:
     page = (ROOT / "docs/explanation/tensors.md").read_text()
     (shown,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     ask = "print(tensors[0]['token_ids'].sum().item(), *plane.stats().storage.bytes_by_step)"

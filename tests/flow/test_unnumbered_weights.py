@@ -1,4 +1,4 @@
-"""A gateway whose engines number their weights oddly, or not at all: no session is blocked."""
+"""A gateway whose engines have odd weight versions or none: no session is blocked."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,7 +16,7 @@ NUM_TOKENS = 8
 
 
 class Talk:
-    """A session whose agent says one thing after another."""
+    """A session whose agent sends one message after another."""
 
     def __init__(self, gateway: Gateway, opened: dict[str, str]) -> None:
         self._gateway = gateway
@@ -26,12 +26,12 @@ class Talk:
     async def turn(self) -> None:
         self._messages.append({"role": "user", "content": "guess"})
         async with asyncio.timeout(PATIENCE_S):
-            status, told = await self._gateway.call(self._opened, {"messages": self._messages})
-        assert status == 200, told
-        self._messages.append(told["choices"][0]["message"])
+            status, answer = await self._gateway.call(self._opened, {"messages": self._messages})
+        assert status == 200, answer
+        self._messages.append(answer["choices"][0]["message"])
 
     async def finish(self) -> tuple[list[int], int]:
-        """The policy version of each sampled token, and how often the session fell back."""
+        """The policy version of each sampled token, and the number of fallbacks of the session."""
         account = await finish(self._gateway, self._opened)
         [sample] = account["samples"]
         assert sum(sample["loss_mask"]) == len(self._messages) // 2 * NUM_TOKENS
@@ -48,7 +48,7 @@ async def talking(folder: Path, *engines: ScriptedEngine) -> AsyncIterator[tuple
 
 
 @pytest.mark.parametrize("info_version", ["default", ""])
-async def test_session_goes_on_where_model_info_names_no_version_and_generate_does(
+async def test_session_continues_if_only_generate_names_a_version(
     tmp_path: Path, info_version: str
 ) -> None:
     async with ScriptedEngine(next_token) as engine:
@@ -60,7 +60,7 @@ async def test_session_goes_on_where_model_info_names_no_version_and_generate_do
     assert engine.num_seen("/generate") == 3
 
 
-async def test_no_call_is_discarded_where_model_info_names_a_newer_version_than_generate(
+async def test_no_call_is_discarded_if_model_info_names_a_newer_version_than_generate(
     tmp_path: Path,
 ) -> None:
     async with ScriptedEngine(next_token, weight_version="4") as engine:
@@ -89,7 +89,7 @@ async def test_session_outlives_an_engine_that_restarts_with_a_lower_number_or_n
         assert await talk.finish() == (versions, num_falls)
 
 
-async def test_session_goes_on_when_a_number_becomes_a_name(tmp_path: Path) -> None:
+async def test_session_continues_when_a_version_number_becomes_a_name(tmp_path: Path) -> None:
     async with (
         ScriptedEngine(next_token, weight_version="7") as engine,
         talking(tmp_path, engine) as (_, talk),

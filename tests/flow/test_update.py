@@ -1,7 +1,7 @@
-"""Weights updated in mid-generation: a real router, a real engine, a real publisher.
+"""Weights are updated during generation: a real router, a real engine, a real publisher.
 
-What a turn recorded is checked against the engine's own scores of it: tokens before the update
-under the old weights, tokens after it under the new ones.
+Each recorded turn is compared with the engine's own scores: tokens before the update under the old
+weights, tokens after it under the new ones.
 """
 
 import os
@@ -36,7 +36,7 @@ from tests.unit.engine.embedded.tiny_adapters import write_adapter
 
 PROMPT = tuple(range(5, 30))
 NUM_TOKENS = 900
-"""So long that what is ordered comes in the middle; the model has 1,024 places."""
+"""Long enough that an update falls within the turn; the model has 1,024 positions."""
 SHAPE = TinyShape()
 VOCAB_SIZE = SHAPE.max_vocab
 PATIENCE_S = 60.0
@@ -71,7 +71,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def forget_stops(path: Path) -> None:
-    """Make turns end by their length alone."""
+    """Make turns end by their length only."""
     tree = orjson.loads(path.read_bytes())
     path.write_bytes(orjson.dumps({**tree, "eos_token_id": None}))
 
@@ -98,13 +98,13 @@ def router_address(engine: str, tmp_path: Path) -> Iterator[str]:
 
 
 class Worker(FleetWorker):
-    """It asks for turns of the tests' model."""
+    """Requests turns of the tests' model."""
 
     def __init__(self, router: str) -> None:
         super().__init__(router, VOCAB_SIZE)
 
     def start(self, key: str, *, stream: bool, num_tokens: int, penalty: float = 0.0) -> Generation:
-        """With a penalty it cannot be resumed."""
+        """Start a turn; with a penalty it cannot be resumed."""
         request = GenerationRequest(
             generation_id=key,
             session_key=key,
@@ -142,15 +142,17 @@ async def scores(engine: str, token_ids: Sequence[int], key: str) -> list[float]
 async def check_part(
     engine: str, generation: Generation, policy_version: int, begin: int, end: int
 ) -> None:
-    """The engine, now at `policy_version`, scores tokens begin..end as they were recorded."""
-    told = await scores(engine, [*PROMPT, *generation.token_ids], str(policy_version))
+    """Check that the engine, now at `policy_version`, scores tokens begin..end as they were
+    recorded.
+    """
+    scored = await scores(engine, [*PROMPT, *generation.token_ids], str(policy_version))
     recorded = generation.logprobs[begin:end]
     offset = len(PROMPT) - 1
-    for mine, theirs in zip(recorded, told[offset + begin : offset + end], strict=True):
+    for mine, theirs in zip(recorded, scored[offset + begin : offset + end], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-3)
 
 
-async def test_running_turns_go_on_with_new_weights_from_their_exact_tokens(
+async def test_running_turns_continue_with_new_weights_from_their_exact_tokens(
     worker: Worker, shell: PublishShell, engine: str, models: list[Path]
 ) -> None:
     turns = [worker.start(f"turn {n}", stream=n % 2 == 0, num_tokens=NUM_TOKENS) for n in range(6)]
@@ -164,7 +166,7 @@ async def test_running_turns_go_on_with_new_weights_from_their_exact_tokens(
         assert [run.policy_version for run in turn.policy_versions] == [0, 1]
     for turn in turns:
         await check_part(engine, turn, 1, turn.policy_versions[0].num_tokens, NUM_TOKENS)
-    # The first weights again, under a version of their own: they still say what they said.
+    # The first weights again, under another version: their scores are unchanged.
     await shell.publish(2, models[0])
     for turn in turns:
         await check_part(engine, turn, 2, 0, turn.policy_versions[0].num_tokens)
@@ -190,14 +192,14 @@ async def test_turn_that_cannot_resume_ends_before_its_engine_gets_new_weights(
 
 
 def draining_shell(router: str, seconds: float) -> PublishShell:
-    """Engines of one publisher may drain so long, under leases of two seconds."""
+    """A publisher's shell whose engines may drain for `seconds`, under leases of two seconds."""
     shell = PublishShell(router, PublishConfig(lease_s=2.0))
     settings = PublisherSettings(lease_s=2.0, drain_leases=seconds / 2.0)
     shell._publisher = Publisher(settings)  # noqa: SLF001 - nobody sets it but tests
     return shell
 
 
-async def test_streamed_turn_ends_whole_though_it_takes_longer_than_one_lease_allows(
+async def test_streamed_turn_completes_even_if_it_takes_longer_than_one_lease(
     worker: Worker, router_address: str, engine: str, models: list[Path]
 ) -> None:
     shell = draining_shell(router_address, PATIENCE_S)
@@ -214,7 +216,7 @@ async def test_streamed_turn_ends_whole_though_it_takes_longer_than_one_lease_al
     await shell.close()
 
 
-async def test_turn_that_takes_too_long_to_end_is_never_cut_to_a_shorter_one(
+async def test_turn_that_exceeds_the_drain_time_is_never_truncated(
     worker: Worker, router_address: str, engine: str, models: list[Path]
 ) -> None:
     shell = draining_shell(router_address, 0.6)
@@ -236,7 +238,7 @@ async def test_turn_that_takes_too_long_to_end_is_never_cut_to_a_shorter_one(
     await shell.close()
 
 
-async def test_adapter_is_published_and_every_turn_goes_on_under_it(
+async def test_adapter_is_published_and_every_turn_continues_under_it(
     worker: Worker, shell: PublishShell, engine: str, models: list[Path], tmp_path: Path
 ) -> None:
     adapters = [write_adapter(tmp_path / f"a{seed}", models[0], seed) for seed in range(2)]
@@ -255,15 +257,15 @@ async def test_adapter_is_published_and_every_turn_goes_on_under_it(
         assert await client.adapters() == ["rollmesh-v2"]
         for turn in turns:
             last = turn.policy_versions[-1].num_tokens
-            told = await client.score([*PROMPT, *turn.token_ids], "2", "rollmesh-v2")
-            assert turn.logprobs[-last:].tolist() == pytest.approx(told[-last:], abs=1e-3)
+            scored = await client.score([*PROMPT, *turn.token_ids], "2", "rollmesh-v2")
+            assert turn.logprobs[-last:].tolist() == pytest.approx(scored[-last:], abs=1e-3)
     await shell.publish(3, models[1])
     whole = worker.start("whole", stream=False, num_tokens=20)
     await whole.wait(TO_THE_END)
     await check_part(engine, whole, 3, 0, 20)
 
 
-async def test_of_two_publishers_the_newer_wins_and_the_older_is_told(
+async def test_the_newer_of_two_publishers_wins_and_the_older_gets_an_error(
     worker: Worker, router_address: str, shell: PublishShell, engine: str, models: list[Path]
 ) -> None:
     turn = worker.start("turn", stream=True, num_tokens=NUM_TOKENS)
@@ -281,7 +283,7 @@ async def test_of_two_publishers_the_newer_wins_and_the_older_is_told(
     assert [run.policy_version for run in turn.policy_versions] == [0, 5]
 
 
-async def test_probe_of_other_weights_fences_the_engine_until_the_right_ones_come(
+async def test_probe_of_other_weights_fences_the_engine_until_the_right_ones_load(
     worker: Worker, shell: PublishShell, engine: str, models: list[Path]
 ) -> None:
     report = await shell.publish(1, models[1])
@@ -298,8 +300,8 @@ async def test_engine_that_cannot_load_is_fenced_reported_and_given_no_turn(
     write_tiny_model(tmp_path / "wide", ["higher lower correct"] * 50, TinyShape(width=96), 0)
     serves_wide = ["--model-dir", str(tmp_path / "wide"), "--weight-version", "0"]
     other = Process("rollmesh.engine.embedded", *serves_wide)
-    words = ["--set", f"run.folder={tmp_path}", "--set", "router.beat_s=0.1", "--engine", engine]
-    process = Process("rollmesh.cli.main", "router", *words, "--engine", other.ready.address)
+    args = ["--set", f"run.folder={tmp_path}", "--set", "router.beat_s=0.1", "--engine", engine]
+    process = Process("rollmesh.cli.main", "router", *args, "--engine", other.ready.address)
     worker = Worker(process.ready.address)
     shell = PublishShell(process.ready.address, PublishConfig())
     report = await shell.publish(1, models[1])
@@ -320,7 +322,7 @@ async def test_engine_that_cannot_load_is_fenced_reported_and_given_no_turn(
     other.end()
 
 
-async def test_publisher_that_vanishes_in_mid_update_wedges_no_turn(
+async def test_publisher_that_vanishes_during_an_update_blocks_no_turn(
     worker: Worker, router_address: str, engine: str
 ) -> None:
     turn = worker.start("turn", stream=True, num_tokens=60)

@@ -1,6 +1,6 @@
-"""A broadcast to engines of which one is stopped, dead or away: nobody waits for it long.
+"""A broadcast to engines of which one is stopped, dead or absent: the others do not wait long.
 
-Two engines in processes of their own, and a third for the test that kills it.
+Two engines in their own processes, and a third for the test that kills it.
 """
 
 import asyncio
@@ -31,15 +31,15 @@ from tests.contract.processes import EngineProcess, embedded_engine
 
 PROBE = [7, 8, 9, 10, 11, 12]
 TIMEOUT_S = 20.0
-"""Of a load that is given up: the crossing has eight of them, the file the rest."""
+"""Timeout of a load that is given up: the transfer takes eight seconds of it, the file the rest."""
 PATIENCE_S = 60.0
-"""Of a load that must not be given up: on a busy machine a group alone takes seconds to open."""
+"""Timeout of a load that must not be given up: on a busy machine a group takes seconds to open."""
 NEVER_S = 10 * PATIENCE_S
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The same model with two sets of weights."""
+    """One model with two sets of weights."""
     folder = tmp_path_factory.mktemp("models")
     return [write_contract_model(folder / str(seed), seed) for seed in range(2)]
 
@@ -58,7 +58,7 @@ async def clients(engines: list[EngineProcess]) -> AsyncIterator[list[SglangBack
 
 @pytest.fixture
 def payload(folders: list[Path], tmp_path: Path) -> Iterator[Payload]:
-    """The second set, as a policy hands it over."""
+    """The second set, as a policy provides it."""
     weights = load_file(folders[1] / "model.safetensors")
     folder, buffer = tmp_path / "v000005", WeightBuffer()
     shutil.copytree(
@@ -83,7 +83,7 @@ async def scores(client: EngineBackend) -> list[float]:
     return await client.score(PROBE, "probe")
 
 
-async def test_all_who_come_together_are_in_one_group(
+async def test_all_engines_that_join_together_are_in_one_group(
     clients: list[SglangBackend], transfer: Transfer, payload: Payload, folders: list[Path]
 ) -> None:
     await clients[0].update_from_disk(folders[1], 1)
@@ -96,13 +96,13 @@ async def test_all_who_come_together_are_in_one_group(
     assert (await clients[1].model_info()).model_path == str(folders[0])
 
 
-async def test_one_that_knows_no_bracket_gets_the_file_and_the_others_cross(
+async def test_an_engine_without_transfer_sessions_gets_the_file_and_the_others_the_broadcast(
     clients: list[SglangBackend], transfer: Transfer, payload: Payload
 ) -> None:
-    """As SGLang before 0.5.21; it is asked once."""
+    """Like SGLang before 0.5.21; it is asked once."""
     async with ScriptedEngine() as older, HttpClient() as http:
         all_three = [SglangBackend(older.url, http), *clients]
-        with capture_logs() as told:
+        with capture_logs() as events:
             for _ in range(2):
                 await asyncio.gather(
                     *(transfer.load(each, 5, payload.folder) for each in all_three)
@@ -113,11 +113,11 @@ async def test_one_that_knows_no_bracket_gets_the_file_and_the_others_cross(
         info = await client.model_info()
         assert info.policy_version == 5
         assert info.model_path != payload.folder
-    assert [each["event"] for each in told] == ["engine.takes_files"]
+    assert [each["event"] for each in events] == ["engine.takes_files"]
 
 
 @gives_up
-async def test_one_that_is_stopped_keeps_nobody_and_the_others_get_the_file(
+async def test_a_stopped_engine_blocks_no_other_and_they_get_the_file(
     engines: list[EngineProcess],
     clients: list[SglangBackend],
     transfer: Transfer,
@@ -125,7 +125,7 @@ async def test_one_that_is_stopped_keeps_nobody_and_the_others_get_the_file(
 ) -> None:
     os.kill(engines[0].pid, signal.SIGSTOP)
     try:
-        with capture_logs() as told:
+        with capture_logs() as logs:
             async with asyncio.timeout(PATIENCE_S):
                 stopped = asyncio.create_task(transfer.load(clients[0], 5, payload.folder))
                 await transfer.load(clients[1], 5, payload.folder)
@@ -133,13 +133,13 @@ async def test_one_that_is_stopped_keeps_nobody_and_the_others_get_the_file(
         os.kill(engines[0].pid, signal.SIGCONT)
     assert (await clients[1].model_info()).policy_version == 5
     assert (await clients[1].model_info()).model_path == payload.folder
-    events = [event["event"] for event in told]
+    events = [event["event"] for event in logs]
     assert events.count("group.torn_down") == 1
     await asyncio.wait([stopped])
 
 
 @gives_up
-async def test_one_that_dies_keeps_nobody(
+async def test_an_engine_that_dies_blocks_no_other(
     folders: list[Path], clients: list[SglangBackend], transfer: Transfer, payload: Payload
 ) -> None:
     with embedded_engine(folders[0]) as doomed:
@@ -165,7 +165,7 @@ async def test_exited_sender_is_an_error_without_a_wait() -> None:
         await sender.order(JoinGroup())
 
 
-async def test_one_that_is_away_is_not_waited_for_longer_than_the_muster(
+async def test_an_absent_engine_is_waited_for_only_until_the_group_opens(
     clients: list[SglangBackend], transfer: Transfer, payload: Payload
 ) -> None:
     await asyncio.gather(*(transfer.load(client, 5, payload.folder) for client in clients))
@@ -173,7 +173,7 @@ async def test_one_that_is_away_is_not_waited_for_longer_than_the_muster(
     assert (await clients[1].model_info()).policy_version == 5
 
 
-async def test_after_one_came_late_all_cross_together_again(
+async def test_all_engines_are_in_one_group_again_after_one_was_late(
     clients: list[SglangBackend], payload: Payload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distributed, "GATHER_S", 0.1)
@@ -192,10 +192,10 @@ async def test_after_one_came_late_all_cross_together_again(
     await carrier.close()
 
 
-async def test_a_load_that_is_given_up_ends_the_crossing_for_all(
+async def test_a_load_that_is_given_up_ends_the_transfer_for_all(
     engines: list[EngineProcess], clients: list[SglangBackend], payload: Payload
 ) -> None:
-    """Its engine is no more the publisher's; the others are not held by it."""
+    """The publisher loses this engine, and it does not block the others."""
     carrier = DistributedTransport()
     await carrier.begin(payload, clients, NEVER_S)
     stuck, other = (asyncio.create_task(carrier.load(each, payload, NEVER_S)) for each in clients)

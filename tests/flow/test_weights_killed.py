@@ -1,4 +1,6 @@
-"""kill -9 while a version's weights are written: the older one stands, nothing else stays."""
+"""kill -9 while a version's weights are written: the older version is intact, nothing else is
+left.
+"""
 
 import subprocess
 import sys
@@ -33,5 +35,5 @@ def test_a_writer_that_is_killed_leaves_the_older_version_and_no_newer(
     again = AutoModelForCausalLM.from_pretrained(versions / "v000001")
     for one, other in zip(again.parameters(), load_model(model).parameters(), strict=True):
         assert one.equal(other)
-    sweep(SHARED_MEMORY)  # as any launch or warden does
+    sweep(SHARED_MEMORY)  # as any launch or orphan reaper does
     assert not laid.exists()

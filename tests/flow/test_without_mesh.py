@@ -1,4 +1,6 @@
-"""`rollmesh play` and `rollmesh eval --base-url`: an environment against an endpoint, no mesh."""
+"""`rollmesh play` and `rollmesh eval --base-url`: an environment against an endpoint, without a
+mesh.
+"""
 
 import asyncio
 import os
@@ -18,13 +20,13 @@ from tests.flow.gateway_process import next_token
 WITHIN_S = 60.0
 
 
-async def rollmesh(folder: Path, *words: str, **variables: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a verb."""
+async def rollmesh(folder: Path, *args: str, **variables: str) -> tuple[int, str, str]:
+    """Run a verb; return its exit code, stdout and stderr."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "rollmesh.cli.main",
-        *words,
+        *args,
         cwd=folder,
         env={"PATH": "/usr/bin:/bin", "HOME": str(folder), **variables},
         stdout=asyncio.subprocess.PIPE,
@@ -37,20 +39,20 @@ async def rollmesh(folder: Path, *words: str, **variables: str) -> tuple[int, st
 
 
 def binary_search(seen: ChatRequestSeen) -> ChatAnswer:
-    """The player that always wins."""
+    """A player that always wins."""
     low, high = 1, 7
     messages = seen.body["messages"]
-    for said, hint in zip(messages[1::2], messages[2::2], strict=True):
-        guess = int(said["content"])
+    for reply, hint in zip(messages[1::2], messages[2::2], strict=True):
+        guess = int(reply["content"])
         low, high = (guess + 1, high) if hint["content"] == "higher" else (low, guess - 1)
     return ChatAnswer(str((low + high) // 2))
 
 
 async def test_any_endpoint_is_evaluated(tmp_path: Path) -> None:
     async with ChatEndpoint(binary_search) as served:
-        words = ["--base-url", served.endpoint.base_url, "--model", "theirs"]
-        words += ["--api-key-env", "THEIR_KEY", "--env", "guess", "-n", "2", "--num-tasks", "7"]
-        code, out, err = await rollmesh(tmp_path, "eval", *words, THEIR_KEY="sk-theirs")
+        args = ["--base-url", served.endpoint.base_url, "--model", "theirs"]
+        args += ["--api-key-env", "THEIR_KEY", "--env", "guess", "-n", "2", "--num-tasks", "7"]
+        code, out, err = await rollmesh(tmp_path, "eval", *args, THEIR_KEY="sk-theirs")
     assert code == 0, err
     assert out.startswith("guess: 14 rollouts of 7 tasks")
     lines = (tmp_path / "runs/eval" / RESULTS).read_bytes().splitlines()
@@ -65,7 +67,7 @@ async def test_any_endpoint_is_evaluated(tmp_path: Path) -> None:
     assert {each.headers["Authorization"] for each in served.requests} == {"Bearer sk-theirs"}
 
 
-async def test_an_endpoint_that_fails_is_no_reward_of_zero_and_resume_repeats_it(
+async def test_an_endpoint_that_fails_gives_no_reward_and_resume_repeats_its_task(
     tmp_path: Path,
 ) -> None:
     is_down = True
@@ -74,21 +76,21 @@ async def test_an_endpoint_that_fails_is_no_reward_of_zero_and_resume_repeats_it
         return ChatAnswer(status=401, body=b"{}") if is_down else binary_search(seen)
 
     async with ChatEndpoint(script) as served:
-        words = ["--base-url", served.endpoint.base_url, "--model", "theirs"]
-        words += ["--env", "guess", "--num-tasks", "3", "--set", "worker.num_infra_retries=0"]
-        code, _, err = await rollmesh(tmp_path, "eval", *words)
+        args = ["--base-url", served.endpoint.base_url, "--model", "theirs"]
+        args += ["--env", "guess", "--num-tasks", "3", "--set", "worker.num_infra_retries=0"]
+        code, _, err = await rollmesh(tmp_path, "eval", *args)
         assert code == 1
         assert "every rollout failed (3), most with infra_error" in err
         is_down = False
-        again = await rollmesh(tmp_path, "eval", *words, "--resume")
+        again = await rollmesh(tmp_path, "eval", *args, "--resume")
     assert again[0] == 0, again[2]
     assert again[1].startswith("guess: 3 rollouts of 3 tasks")
 
 
 async def test_a_task_is_played_and_the_conversation_printed(tmp_path: Path) -> None:
     async with ChatEndpoint(binary_search) as served:
-        words = ["--base-url", served.endpoint.base_url]
-        code, out, err = await rollmesh(tmp_path, "play", "guess", *words, "-n", "2")
+        args = ["--base-url", served.endpoint.base_url]
+        code, out, err = await rollmesh(tmp_path, "play", "guess", *args, "-n", "2")
     assert code == 0, err
     lines = out.splitlines()
     assert lines[0].startswith("=== task guess-")
@@ -98,15 +100,15 @@ async def test_a_task_is_played_and_the_conversation_printed(tmp_path: Path) -> 
     ]
     assert [line for line in lines if line.startswith("=== completed, reward 1, num_guesses ")]
     assert out.count("=== task ") == 2
-    assert {each.body["model"] for each in served.requests} == {"policy"}  # the one it lists
+    assert {each.body["model"] for each in served.requests} == {"policy"}  # the one that it lists
 
 
 async def test_a_task_is_played_against_an_engine(tmp_path: Path) -> None:
     model = write_model_folder(tmp_path / "model")
     (model / "model.safetensors").touch()
     async with ScriptedEngine(next_token) as engine:
-        words = ["--engine", engine.url, "--model-dir", "model"]
-        code, out, err = await rollmesh(tmp_path, "play", "guess", *words)
+        args = ["--engine", engine.url, "--model-dir", "model"]
+        code, out, err = await rollmesh(tmp_path, "play", "guess", *args)
     assert code == 0, err
     assert "user: Guess my number" in out
     assert "=== completed, reward 0, num_guesses 3, num_unparsed 3" in out
@@ -114,7 +116,7 @@ async def test_a_task_is_played_against_an_engine(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_without_a_model_the_tiny_one_is_made_and_played(tmp_path: Path) -> None:
+async def test_without_a_model_a_tiny_one_is_made_and_played(tmp_path: Path) -> None:
     code, out, err = await rollmesh(tmp_path, "play", "guess")
     assert code == 0, err
     assert "=== completed, reward " in out
@@ -122,7 +124,7 @@ async def test_without_a_model_the_tiny_one_is_made_and_played(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("args", "message"),
     [
         (["play", "guess", "--base-url", "http://127.0.0.1:9"], "does not answer"),
         (["play", "guess", "--engine", "http://h:1"], "--engine: needs --model-dir"),
@@ -136,7 +138,7 @@ async def test_without_a_model_the_tiny_one_is_made_and_played(tmp_path: Path) -
         ),
     ],
 )
-async def test_a_mistake_is_a_one_line_error(tmp_path: Path, words: list[str], told: str) -> None:
-    code, _, err = await rollmesh(tmp_path, *words)
+async def test_a_mistake_is_a_one_line_error(tmp_path: Path, args: list[str], message: str) -> None:
+    code, _, err = await rollmesh(tmp_path, *args)
     assert (code, err.count("\n")) == (2, 1)
-    assert told in err
+    assert message in err

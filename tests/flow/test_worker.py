@@ -1,4 +1,6 @@
-"""Real router and worker processes, a scripted engine, a client: groups arrive once and exact."""
+"""Real router and worker processes, a scripted engine, a client: groups arrive once and are
+exact.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +28,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 
 
 def assert_exact(finished: Finished) -> None:
-    """Every sampled token is what the engine's weights give after exactly these tokens."""
+    """Check that every sampled token is what the engine's weights give after exactly its prefix."""
     branches: tuple[Branch, ...] = ("main",)
     parts = (finished.record, finished.token_ids, finished.logprobs)
     result = cut(finished.group_id, *parts, branches)
@@ -86,7 +88,7 @@ async def test_group_runs_again_when_its_worker_dies(mesh: Mesh) -> None:
     assert_exact(finished)
 
 
-async def test_group_goes_elsewhere_when_its_worker_is_stopped(mesh: Mesh) -> None:
+async def test_group_runs_on_another_worker_when_its_own_is_stopped(mesh: Mesh) -> None:
     leaving = await asyncio.to_thread(mesh.worker, "worker-0", drain_timeout_s=0.1)
     client = mesh.client()
     mesh.engine.hold()
@@ -107,12 +109,13 @@ async def test_group_outlives_its_router_and_runs_once(mesh: Mesh) -> None:
     mesh.engine.hold()
     running_id, waiting_id = ask(client, num_samples=2), ask(client, env="nobody-has-it")
     await mesh.engine.until(lambda: mesh.engine.num_seen("/generate") == 2)
-    # The client has heard of its first attempt by then, and asks again as one that has begun.
+    # The client has received the start of its first attempt by then, and requests the group as a
+    # started one.
     await mesh.until(lambda: mesh.status()["queue"]["running"] == 1)
     address = mesh.router.ready.address
     await asyncio.to_thread(mesh.router.kill)
     mesh.router = await asyncio.to_thread(mesh.start_router, address)
-    # Whatever the new router would begin anew, it has begun by then.
+    # If the new router were to start the group again, it would have done so by then.
     await mesh.until(lambda: mesh.status()["queue"] == {"queued": 1, "assigned": 0, "running": 1})
     await mesh.engine.release()
     [finished] = await take(client)
@@ -120,7 +123,7 @@ async def test_group_outlives_its_router_and_runs_once(mesh: Mesh) -> None:
     assert (finished.group_id, finished.attempt) == (running_id, 1)
     assert_exact(finished)
     assert mesh.engine.num_seen("/generate") == 4
-    # Each says in one line what it found again.
+    # Each process logs in one line what it recovered.
     await mesh.until(lambda: mesh.logged("router", "router.recovered"))
     [row] = mesh.logged("router", "router.recovered")
     assert {key: row[key] for key in row if key.startswith("num_") and row[key]} == {"num_kept": 1}

@@ -1,6 +1,6 @@
-"""A cancelled group stops generating at once, wherever its calls are just then.
+"""A cancelled group stops generating at once, whatever state its calls are in.
 
-The engine would hold them for ever: nothing else ends them.
+The engine would hold them forever: nothing else ends them.
 """
 
 import asyncio
@@ -38,24 +38,24 @@ async def nothing_yet(engine: ScriptedEngine) -> None:
 
 
 async def stream(engine: ScriptedEngine) -> None:
-    """In the middle of a turn."""
+    """During a turn."""
     await engine.allow(NUM_SAMPLES)
     await engine.until(lambda: engine.num_sampled == NUM_SAMPLES)
 
 
 async def pause(engine: ScriptedEngine) -> None:
-    """There too, as by a weight update."""
+    """During a turn, paused as by a weight update."""
     await stream(engine)
     engine.is_paused = True
     await engine.release()
 
 
-async def hear_nothing(engine: ScriptedEngine) -> None:
-    """The first abort of each does nothing, as one that comes before its request."""
+async def ignore_aborts(engine: ScriptedEngine) -> None:
+    """The first abort of each call has no effect, like one that arrives before its request."""
     engine.num_ignored_aborts = NUM_SAMPLES
 
 
-@pytest.mark.parametrize("moment", [nothing_yet, stream, pause, hear_nothing])
+@pytest.mark.parametrize("moment", [nothing_yet, stream, pause, ignore_aborts])
 async def test_cancel_ends_generation(mesh: Mesh, moment: object) -> None:
     assert callable(moment)
     env = mesh.write_env("long_turn", LONG_TURN)

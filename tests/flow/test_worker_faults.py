@@ -1,4 +1,4 @@
-"""Workers as real processes, and what goes wrong in them: each fault by its name."""
+"""Workers as real processes, and faults in them: each fault is reported by its name."""
 
 import asyncio
 import os
@@ -62,7 +62,7 @@ class TheEnv(Plain):
 """
 
 
-async def test_siblings_of_a_lost_group_do_not_go_on_generating(mesh: Mesh) -> None:
+async def test_siblings_of_a_lost_group_stop_generating(mesh: Mesh) -> None:
     env = mesh.write_env("one_fails", ONE_FAILS)
     await asyncio.to_thread(mesh.worker, "worker-0", env, num_infra_retries=0)
     client = mesh.client()
@@ -95,7 +95,7 @@ async def test_group_past_its_deadline_ends_and_generates_no_more(mesh: Mesh) ->
     sink.close()
 
 
-async def test_result_that_nobody_takes_is_given_up_and_its_memory_is_free(mesh: Mesh) -> None:
+async def test_result_without_a_recipient_is_dropped_and_its_memory_freed(mesh: Mesh) -> None:
     await asyncio.to_thread(mesh.worker, "worker-0", delivery_timeout_s=0.3)
     sink, group_id = SlowSink(mesh.router.ready.address), GroupId("r1", 0)
     sink.ask(group_id)
@@ -122,7 +122,7 @@ def hold_the_loop():
 """
 
 
-async def test_busy_loop_is_named_and_slows_nobody_else(mesh: Mesh) -> None:
+async def test_busy_loop_is_named_and_slows_no_other_worker(mesh: Mesh) -> None:
     env = mesh.write_env("holds", HOLDS_THE_LOOP)
     await asyncio.to_thread(mesh.worker, "worker-0", env)
     await asyncio.to_thread(mesh.worker, "worker-1")
@@ -144,7 +144,7 @@ async def test_busy_loop_is_named_and_slows_nobody_else(mesh: Mesh) -> None:
     assert (finished.group_id, finished.attempt) == (held, 1)
 
 
-async def test_stopped_worker_slows_nobody_and_delivers_nothing_twice_when_it_goes_on(
+async def test_stopped_worker_slows_no_other_and_delivers_nothing_twice_when_it_resumes(
     mesh: Mesh,
 ) -> None:
     stopped = await asyncio.to_thread(mesh.worker, "worker-0")
@@ -165,7 +165,7 @@ async def test_stopped_worker_slows_nobody_and_delivers_nothing_twice_when_it_go
     }
     await mesh.until(lambda: mesh.worker_status("worker-0").get("state") == "live")
     worker_id = ""
-    while worker_id != "worker-0":  # it comes last while its loop was held of late
+    while worker_id != "worker-0":  # this reason comes last if its loop was blocked recently
         later = ask(client)
         [finished] = await take(client)
         assert isinstance(finished, Finished)

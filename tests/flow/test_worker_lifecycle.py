@@ -1,4 +1,4 @@
-"""Workers as real processes come and go: joined by hand, drained, worn out."""
+"""Workers as real processes: manual joins, drains, recycling."""
 
 import asyncio
 import re
@@ -27,7 +27,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 # recycling and draining
 
 
-async def test_worker_that_has_run_enough_finishes_and_leaves(mesh: Mesh) -> None:
+async def test_worker_that_has_run_its_number_of_groups_finishes_and_leaves(mesh: Mesh) -> None:
     worn = await asyncio.to_thread(mesh.worker, "worker-0", recycle_rollouts=4)
     client = mesh.client()
     for _ in range(2):
@@ -53,7 +53,7 @@ async def test_worker_past_its_memory_leaves_with_that_reason(mesh: Mesh) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["leaves", "is killed"])
-async def test_worker_hears_again_when_another_of_its_name_is_gone(
+async def test_worker_gets_messages_again_when_another_of_its_name_is_gone(
     mesh: Mesh, number: signal.Signals
 ) -> None:
     mine = await asyncio.to_thread(mesh.worker, "worker-0")
@@ -88,10 +88,8 @@ class TheEnv(Plain):
 
 
 @pytest.mark.parametrize("leaks_at", [0, 1])
-async def test_worker_that_cannot_open_a_file_any_more_leaves_for_a_fresh_one(
-    mesh: Mesh, leaks_at: int
-) -> None:
-    """With its results, though it may not have dialled their sink before."""
+async def test_worker_without_free_file_descriptors_is_recycled(mesh: Mesh, leaks_at: int) -> None:
+    """The worker delivers its results, though it may not have connected to their sink before."""
     leaky = mesh.write_env("leaky", LEAKY)
     worn = await asyncio.to_thread(mesh.worker, "worker-0", leaky)
     client = mesh.client()
@@ -99,11 +97,11 @@ async def test_worker_that_cannot_open_a_file_any_more_leaves_for_a_fresh_one(
         ask(client, env=leaky, leaks=turn == leaks_at)
         assert isinstance((await take(client))[0], Finished)
     assert await leaves(worn) == RECYCLED
-    told = mesh.last_reason("worker-0")
-    assert re.fullmatch(r"recycled: (9.|100)% of the files that it may hold open .*", told)
+    reason = mesh.last_reason("worker-0")
+    assert re.fullmatch(r"recycled: (9.|100)% of the files that it may hold open .*", reason)
 
 
-async def test_drained_worker_finishes_what_it_runs_and_leaves(mesh: Mesh) -> None:
+async def test_drained_worker_finishes_its_groups_and_leaves(mesh: Mesh) -> None:
     drained = await asyncio.to_thread(mesh.worker, "worker-0")
     client, cli = mesh.client(), Dialer(mesh.router.ready.address, "cli")
     mesh.engine.hold()
@@ -127,7 +125,7 @@ async def test_drained_worker_finishes_what_it_runs_and_leaves(mesh: Mesh) -> No
 # joining
 
 
-async def test_worker_that_gets_sigterm_finishes_what_it_runs(mesh: Mesh) -> None:
+async def test_worker_that_gets_sigterm_finishes_its_groups(mesh: Mesh) -> None:
     stopped = await asyncio.to_thread(mesh.worker, "worker-0", drain_timeout_s=10 * PATIENCE_S)
     client = mesh.client()
     mesh.engine.hold()
@@ -155,8 +153,8 @@ class TheEnv(Plain):
 @pytest.mark.parametrize("is_held", [False, True])
 async def test_worker_ends_at_the_second_signal_whatever_it_runs(mesh: Mesh, is_held: bool) -> None:
     env = mesh.write_env("holds", HOLDS_THE_LOOP) if is_held else "echo"
-    words = mesh.worker_args("worker-0", env, drain_timeout_s=600.0)
-    argv = [sys.executable, "-m", "rollmesh.cli.main", *words]
+    args = mesh.worker_args("worker-0", env, drain_timeout_s=600.0)
+    argv = [sys.executable, "-m", "rollmesh.cli.main", *args]
     worker = await asyncio.create_subprocess_exec(*argv, cwd=mesh.folder)
     client = mesh.client()
     mesh.engine.hold()
@@ -168,16 +166,16 @@ async def test_worker_ends_at_the_second_signal_whatever_it_runs(mesh: Mesh, is_
     worker.send_signal(signal.SIGTERM)
     if not is_held:
         await mesh.until(lambda: mesh.worker_status("worker-0").get("state") == "draining")
-    worker.send_signal(signal.SIGINT)  # another, since two of a kind may count as one
+    worker.send_signal(signal.SIGINT)  # another signal, since two of a kind may be merged into one
     async with asyncio.timeout(PATIENCE_S):
         assert await worker.wait() == FAILED
     await mesh.until(lambda: not mesh.worker_status("worker-0"))
 
 
-async def test_worker_joins_without_a_settings_file_under_a_name_of_its_own(mesh: Mesh) -> None:
-    words = ["worker", "--router", mesh.router.ready.address, "--env", "echo"]
-    words += ["--model-dir", str(mesh.folder / "model"), "--set", "env_settings.num_turns=1"]
-    argv = [sys.executable, "-m", "rollmesh.cli.main", *words]
+async def test_worker_joins_without_a_settings_file_under_a_unique_name(mesh: Mesh) -> None:
+    args = ["worker", "--router", mesh.router.ready.address, "--env", "echo"]
+    args += ["--model-dir", str(mesh.folder / "model"), "--set", "env_settings.num_turns=1"]
+    argv = [sys.executable, "-m", "rollmesh.cli.main", *args]
     worker = await asyncio.create_subprocess_exec(*argv, cwd=mesh.folder)
     client = mesh.client()
     ask(client)
@@ -204,12 +202,12 @@ MISTAKES = [
 ]
 
 
-async def test_mistake_of_who_starts_a_worker_is_one_line(mesh: Mesh) -> None:
+async def test_mistake_in_a_workers_command_line_is_a_one_line_error(mesh: Mesh) -> None:
     router = ["worker", "--router", mesh.router.ready.address]
-    found = await asyncio.gather(*(ended([*router, *words], mesh.folder) for words, _ in MISTAKES))
-    for (code, err), (_, told) in zip(found, MISTAKES, strict=True):
+    found = await asyncio.gather(*(ended([*router, *args], mesh.folder) for args, _ in MISTAKES))
+    for (code, err), (_, message) in zip(found, MISTAKES, strict=True):
         assert (code, err.count("\n")) == (2, 1)
-        assert err.startswith(f"rollmesh: {told}")
+        assert err.startswith(f"rollmesh: {message}")
 
 
 async def test_worker_waits_for_its_router_and_serves_when_it_is_there(mesh: Mesh) -> None:

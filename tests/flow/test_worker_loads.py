@@ -1,4 +1,4 @@
-"""Workers whose environment does not load, however it fails: who waits is told why, at once."""
+"""Workers whose environment does not load: waiting clients get the reason at once."""
 
 import asyncio
 import signal
@@ -40,7 +40,9 @@ CAUSES = {
 }
 
 
-async def test_environment_that_fails_to_load_is_told_to_its_clients_at_once(mesh: Mesh) -> None:
+async def test_environment_that_fails_to_load_is_reported_to_its_clients_at_once(
+    mesh: Mesh,
+) -> None:
     client = mesh.client()
 
     async def fail(how: str) -> str:
@@ -68,12 +70,12 @@ async def test_environment_that_fails_to_load_is_told_to_its_clients_at_once(mes
         assert f"({how}.py:" in lines[how].partition("it is in ")[2]
 
 
-async def test_failed_environment_is_told_to_a_router_that_was_away(mesh: Mesh) -> None:
+async def test_failed_environment_is_reported_to_a_router_that_was_away(mesh: Mesh) -> None:
     env = mesh.write_env("raises", FAILS_TO_LOAD["raises"])
     address = mesh.router.ready.address
-    words = mesh.worker_args("worker-0", env)
+    args = mesh.worker_args("worker-0", env)
     await asyncio.to_thread(mesh.router.kill)
-    failing = asyncio.ensure_future(ended(words, mesh.folder))
+    failing = asyncio.ensure_future(ended(args, mesh.folder))
     mesh.router = await asyncio.to_thread(mesh.start_router, address)
     assert (await failing)[0] == 2
     client = mesh.client()
@@ -92,7 +94,7 @@ NO_CORE = "import resource\nresource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
 
 
 @pytest.mark.parametrize("how", CRASHES)
-async def test_crash_in_a_load_is_told_to_clients_at_once(mesh: Mesh, how: str) -> None:
+async def test_crash_in_a_load_is_reported_to_clients_at_once(mesh: Mesh, how: str) -> None:
     source, code = CRASHES[how]
     env = mesh.write_env(how, NO_CORE + source)
     client = mesh.client()
@@ -116,7 +118,7 @@ class TheEnv(Plain):
 """
 
 
-async def test_nobody_gives_up_an_environment_that_another_worker_still_loads(mesh: Mesh) -> None:
+async def test_groups_wait_for_an_environment_that_another_worker_still_loads(mesh: Mesh) -> None:
     env = mesh.write_env("some_hosts", LOADS_WHERE_IT_CAN)
     client = mesh.client()
     ask(client, env=env)

@@ -1,4 +1,4 @@
-"""Workers that stand still, and the others, which do not: whatever is given away counts once."""
+"""Workers that stall, and others that continue: every reassigned group counts once."""
 
 import asyncio
 import os
@@ -31,10 +31,10 @@ class TheEnv(Plain):
 NUM_SLOTS = 8
 NUM_GROUPS = 160
 NEVER_MISSED = 10_000
-"""So many beats of silence are more than a test lasts."""
+"""More missed heartbeats than a test lasts."""
 
 
-async def test_workers_go_on_beside_one_that_is_stopped_and_not_noticed(tmp_path: Path) -> None:
+async def test_workers_continue_beside_a_stopped_one_that_is_not_noticed(tmp_path: Path) -> None:
     async with open_mesh(tmp_path, missed_beats=NEVER_MISSED) as mesh:
         env = mesh.write_env("sleeper", SLEEPER)
         names = ("worker-0", "worker-1", "worker-2")
@@ -47,7 +47,7 @@ async def test_workers_go_on_beside_one_that_is_stopped_and_not_noticed(tmp_path
         try:
             for _ in range(NUM_GROUPS):
                 ask(client, 1, env)
-            # Nothing waits for it but what it got itself.
+            # Only its own groups wait for it.
             arrived = await take(client, NUM_GROUPS - NUM_SLOTS)
             assert mesh.worker_status("worker-2")["state"] == "live"
         finally:
@@ -63,13 +63,13 @@ class TheEnv(Plain):
     async def run(self, task, agent):
         if not Path("held").exists():
             Path("held").touch()
-            # As C code that never lets go of the interpreter lock: until somebody else opens it.
+            # As C code that holds the interpreter lock until another process opens the pipe.
             ctypes.PyDLL(None).open(b"gate", os.O_RDONLY)
         return Transcript()
 """
 
 
-async def test_worker_whose_interpreter_is_held_is_lost_and_comes_back(mesh: Mesh) -> None:
+async def test_worker_with_a_blocked_interpreter_is_lost_and_rejoins(mesh: Mesh) -> None:
     env = mesh.write_env("locked", HOLDS_THE_LOCK)
     os.mkfifo(mesh.folder / "gate")
     await asyncio.to_thread(mesh.worker, "worker-0", env)
@@ -95,14 +95,14 @@ from rollmesh.envs.echo import EchoEnv as Storm
 """
 
 
-async def test_result_of_a_stopped_worker_and_of_its_heir_count_once(mesh: Mesh) -> None:
+async def test_results_of_a_stopped_worker_and_of_its_successor_count_once(mesh: Mesh) -> None:
     (mesh.folder / "storm.py").write_text(STORM)
     env = "storm:Storm"
     stopped = await asyncio.to_thread(mesh.worker, "worker-0", env)
     mesh.engine.hold()
-    words = [str(HERE / "chaos_client.py"), mesh.router.ready.address, "client", "4", "leave"]
+    args = [str(HERE / "chaos_client.py"), mesh.router.ready.address, "client", "4", "leave"]
     client = await asyncio.create_subprocess_exec(
-        sys.executable, *words, cwd=mesh.folder, stdout=asyncio.subprocess.PIPE
+        sys.executable, *args, cwd=mesh.folder, stdout=asyncio.subprocess.PIPE
     )
     await mesh.engine.until(lambda: mesh.engine.num_live == 4 * GROUP_SIZE)
     os.kill(client.pid, signal.SIGSTOP)  # it acks nothing, so all results wait for it

@@ -1,4 +1,4 @@
-"""Workers leave and come in the middle of the work: nothing is lost, runs twice or stands still."""
+"""Workers leave and join during the work: nothing is lost, runs twice or stalls."""
 
 import asyncio
 import threading
@@ -40,12 +40,12 @@ class TheEnv(Plain):
         await asyncio.sleep(0.1)
         return Transcript()
 """
-"""Each rollout leaves 4 MiB behind."""
+"""Each rollout leaks 4 MiB."""
 MAX_RSS_BYTES = 320 * 2**20
-"""A worker begins with some 100 MiB, so that it is past this after a dozen groups."""
+"""A worker starts with some 100 MiB, so that it exceeds this after a dozen groups."""
 NUM_SAMPLES = 4
 ROUND = 20
-"""Groups that are asked for at a time."""
+"""Groups that are requested at a time."""
 SERVING = {"live", "worn"}
 
 
@@ -78,7 +78,7 @@ async def test_drain_in_a_burst_loses_nothing_and_runs_nothing_twice(tmp_path: P
 
 
 class Watch:
-    """How many workers serve, looked at again and again from a thread of its own."""
+    """The number of workers that serve, polled from a thread."""
 
     def __init__(self, url: str) -> None:
         self.fewest = 2
@@ -103,7 +103,7 @@ class Watch:
 
 @asynccontextmanager
 async def launched(folder: Path, source: str, **worker: object) -> AsyncIterator[LaunchedMesh]:
-    """Two workers of that environment that are started again; `worker` are settings of theirs."""
+    """Two workers of that environment that are restarted; `worker` are their settings."""
     (folder / "restless.py").write_text(ENV_HEAD + source)
     sections = {
         "env": ENV,
@@ -120,7 +120,7 @@ async def launched(folder: Path, source: str, **worker: object) -> AsyncIterator
 
 
 def recycled(mesh: LaunchedMesh) -> set[str]:
-    """The workers that have left so far; each because it was worn."""
+    """The workers that have left so far; each must have been recycled."""
     log = (mesh.run / "logs" / "launch.log").read_bytes().splitlines()
     events = [msgspec.json.decode(line) for line in log]
     exits = [each for each in events if each["event"] == "child.exited"]
@@ -129,9 +129,9 @@ def recycled(mesh: LaunchedMesh) -> set[str]:
 
 
 async def until_both_have_left(mesh: LaunchedMesh) -> int:
-    """Ask for groups until each worker has made place for a fresh one; all that ran, ran once.
+    """Request groups until each worker was replaced by a fresh one; check that all ran once.
 
-    How few workers served meanwhile.
+    Return the smallest number of workers that served meanwhile.
     """
     client = RolloutClient(mesh.router().address, JournalConfig(), mesh.folder / "client")
     client.start()
@@ -146,7 +146,7 @@ async def until_both_have_left(mesh: LaunchedMesh) -> int:
     return watch.fewest
 
 
-async def test_workers_that_are_worn_together_recycle_one_after_the_other(tmp_path: Path) -> None:
+async def test_workers_that_wear_out_together_recycle_one_after_the_other(tmp_path: Path) -> None:
     async with launched(tmp_path, SOURCE, recycle_rollouts=60) as mesh:
         assert await until_both_have_left(mesh) == 1
 

@@ -1,7 +1,7 @@
-"""A mesh with an embedded engine, and a trainer whose every life is the test's to begin and end.
+"""A mesh with an embedded engine, and a trainer whose incarnations the test starts and kills.
 
-Owns the processes and the run folder. Invariants: mesh and folder outlive each trainer; what is
-told of a run is read from its files. Driven by test_recovery.py.
+- Mesh and run folder outlive each trainer.
+- The state of a run is read from its files.
 """
 
 import collections
@@ -31,14 +31,14 @@ from rollmesh.wire.frames import decode_ask
 HERE = Path(__file__).parent
 ENDS_WITHIN_S = 60.0
 LOOK_S = 0.01
-"""A trainer tells nobody when it has done a step."""
+"""Poll interval for the end of a trainer's step."""
 SETTINGS = {
     "env": "guess",
     "run": {"name": "run"},
     "model": {"max_context_tokens": 512},
     "sampling": {"max_tokens": 4},
     "worker": {"max_rollouts": 16},
-    "publish": {"lease_s": 3.0},  # so long an engine waits that a dead trainer was updating
+    "publish": {"lease_s": 3.0},  # an engine waits this long if a trainer died during an update
     "trainer": {
         "num_steps": 25,
         "groups_per_step": 2,
@@ -79,55 +79,55 @@ class TrainedMesh:
         described = folder / "plans.json"
         plans = plan_serving(self.config, ("--config", str(settings)))
         described.write_bytes(msgspec.json.encode(plans))
-        words = [str(HERE / "launch_program.py"), str(self.run), str(described), str(settings)]
+        args = [str(HERE / "launch_program.py"), str(self.run), str(described), str(settings)]
         nowhere = subprocess.DEVNULL
         self._mesh = subprocess.Popen(
-            [sys.executable, *words], stdout=nowhere, start_new_session=True
+            [sys.executable, *args], stdout=nowhere, start_new_session=True
         )
         self._settings = settings
         self._zygote: subprocess.Popen[str] | None = None
-        self._told = (folder / "trainer.err").open("w")
+        self._stderr = (folder / "trainer.err").open("w")
 
     def begin(self) -> int:
-        """Start a trainer; its pid."""
-        self._say("begin")
-        return int(self._hear())
+        """Start a trainer; return its pid."""
+        self._command("begin")
+        return int(self._answer())
 
     def end(self) -> int:
-        """Wait for the trainer's end; its exit code."""
-        return int(self._hear())
+        """Wait for the trainer's end; return its exit code."""
+        return int(self._answer())
 
     def outlives(self, pause_s: float) -> bool:
-        """Whether the trainer lives on after this time; at once where it does not."""
+        """Whether the trainer still runs after this time; returns at once if it ends."""
         assert self._zygote
         assert self._zygote.stdout
         return not select.select([self._zygote.stdout], [], [], pause_s)[0]
 
     def until(self, num_rows: int) -> None:
-        """Until there are rows of so many steps, or the trainer has ended."""
+        """Wait until there are rows of `num_rows` steps, or the trainer has ended."""
         while len(self.rows("metrics.jsonl")) < num_rows and self.outlives(LOOK_S):
             pass
 
     def kill(self, pid: int) -> int:
-        """End the trainer now, if it has not ended; how it did."""
+        """Kill the trainer if it has not ended; return its exit code."""
         os.kill(pid, signal.SIGKILL)
         return self.end()
 
-    def told(self) -> str:
-        """What trainers said on stderr."""
+    def stderr_output(self) -> str:
+        """Output of the trainers on stderr."""
         return (self.run.parent / "trainer.err").read_text()
 
     def close(self) -> None:
-        """Whatever happened, leave nothing."""
+        """Kill all processes that are left."""
         if self._zygote:
             with self._zygote:
                 self._zygote.kill()
         self._mesh.terminate()
         self._mesh.wait(ENDS_WITHIN_S)
-        self._told.close()
+        self._stderr.close()
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Of one of the run's files; a torn last one is left out."""
+        """Rows of one of the run's files, without a torn last line."""
         path = self.run / name
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         return [msgspec.json.decode(line) for line in lines]
@@ -136,23 +136,23 @@ class TrainedMesh:
         summary: dict[str, Any] = msgspec.json.decode((self.run / "summary.json").read_bytes())
         return summary
 
-    def _say(self, word: str) -> None:
+    def _command(self, line: str) -> None:
         if self._zygote is None:
             router = wait_for(self.run, "router").address
-            words = [str(HERE / "trainer_zygote.py"), str(self._settings), router]
+            args = [str(HERE / "trainer_zygote.py"), str(self._settings), router]
             self._zygote = subprocess.Popen(
-                [sys.executable, *words],
+                [sys.executable, *args],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._told,
+                stderr=self._stderr,
                 text=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             )
         assert self._zygote.stdin
-        self._zygote.stdin.write(f"{word}\n")
+        self._zygote.stdin.write(f"{line}\n")
         self._zygote.stdin.flush()
 
-    def _hear(self) -> str:
+    def _answer(self) -> str:
         assert self._zygote
         assert self._zygote.stdout
         return self._zygote.stdout.readline()
@@ -186,17 +186,17 @@ class RunHistory:
                 self.tasks.append(decode_ask(frames[0]).task)
 
     def trained(self) -> list[GroupId]:
-        """All ids of all steps."""
+        """Ids of all trained groups of all steps."""
         return [group_id for group_ids in self.steps.values() for group_id in group_ids]
 
 
 def wait_for(run: Path, role: str) -> Ready:
-    """Where a process of the mesh serves, once it does."""
+    """The Ready report of a process of the mesh, once there is one."""
     tail = ["tail", "-n", "+1", "-F", str(run / "logs" / "launch.log")]
-    with subprocess.Popen(tail, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as told:
-        assert told.stdout
-        for line in told.stdout:
+    with subprocess.Popen(tail, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as stderr_output:
+        assert stderr_output.stdout
+        for line in stderr_output.stdout:
             event = msgspec.json.decode(line)
             if event["event"] == "child.ready" and event["child"] == role:
-                told.terminate()
+                stderr_output.terminate()
     return read_addresses(run)[role]

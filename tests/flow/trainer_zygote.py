@@ -1,8 +1,7 @@
-"""A process that has torch loaded and, for each line that it reads, becomes a trainer in a child.
+"""A process that has loaded torch and, for each line that it reads, forks a trainer.
 
-Owns nothing: argv names the settings and the router. Invariants: it says the child's pid, then how
-that ended; the child is a trainer like any other, but that it begins in a moment. Driven by
-trained_mesh.py, which kills the child.
+Its arguments are the settings and the router. It prints the child's pid, then its exit code. The
+child is an ordinary trainer that starts quickly.
 """
 
 import os
@@ -15,8 +14,8 @@ from rollmesh.core.process import FAILED, USAGE
 from rollmesh.trainer.process import run
 
 
-def life(config: Config, router: str) -> int:
-    """One trainer's; its exit code."""
+def train(config: Config, router: str) -> int:
+    """Run one trainer; return its exit code."""
     try:
         return run(config, router, None)
     except UserError as error:
@@ -32,12 +31,12 @@ def main() -> None:
     for _ in sys.stdin:
         pid = os.fork()
         if not pid:
-            os._exit(life(config, router))
-        tell(pid)
-        tell(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            os._exit(train(config, router))
+        report(pid)
+        report(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
-def tell(number: int) -> None:
+def report(number: int) -> None:
     sys.stdout.write(f"{number}\n")
     sys.stdout.flush()
 

@@ -1,7 +1,6 @@
-"""An environment whose agents speak two dialects: short talks in one, long ones in the other.
+"""An environment whose agents use two dialects: short talks in one, long ones in the other.
 
-Invariant: all siblings of a group speak the same; rewards differ between them. Run by the workers
-of test_meter.py.
+All siblings of a group use the same dialect; their rewards differ.
 """
 
 import itertools

@@ -1,7 +1,7 @@
-"""A policy that hands over two versions and gets no further than it is told with the second.
+"""Write two versions of a policy's weights, and stop at a given stage of the second.
 
-Run by test_weights_killed.py, which kills it there: argv is the model's folder, the versions'
-folder and the stage. It says where the weights lie when it is there, and stays.
+Arguments: the model's folder, the versions' folder and the stage. At that stage it prints the path
+of the weights and waits; test_weights_killed.py kills it there.
 """
 
 import os
@@ -17,7 +17,7 @@ from rollmesh.trainer.weights.transfer import Payload, write_folder, write_shard
 
 
 def main() -> None:
-    """Write the first, begin the second."""
+    """Write the first version, begin the second."""
     model, versions, stage = sys.argv[1:]
     policy = Policy(model, TrainerConfig())
     first, second = (Path(versions) / f"v{number:06d}" for number in (1, 2))
@@ -25,7 +25,7 @@ def main() -> None:
     payload = Payload(2, str(second), policy.export(second, 2))
     if stage == "written":
         write_shards(partial_path(second), payload.parts)
-    else:  # a pipe without a reader: who opens it to write waits for one
+    else:  # a pipe without a reader: opening it for writing blocks
         os.mkfifo(partial_path(second) / "model.safetensors")
         threading.Thread(target=write_folder, args=[payload]).start()
     sys.stdout.write(f"{payload.parts[0].path}\n")

@@ -21,14 +21,14 @@ KINDS = {"entries": AnyEntry, "tokens": AnyEvent, "relay": RelayEvent}
 
 
 def shapes() -> dict[str, Any]:
-    """The schemas as they are now."""
-    schemas = {name: _but_words(msgspec.json.schema(kind)) for name, kind in KINDS.items()}
+    """The current schemas."""
+    schemas = {name: _without_docs(msgspec.json.schema(kind)) for name, kind in KINDS.items()}
     shape: dict[str, Any] = msgspec.json.decode(msgspec.json.encode({"format": FORMAT, **schemas}))
     return shape
 
 
 def without_names(shape: dict[str, Any]) -> Any:
-    """A schema with each reference replaced by what it refers to."""
+    """A schema with each reference replaced by its definition."""
     defs = shape.get("$defs", {})
 
     def inlined(part: Any) -> Any:
@@ -46,16 +46,16 @@ def without_names(shape: dict[str, Any]) -> Any:
     return inlined(shape)
 
 
-def _but_words(shape: Any, *, is_set: bool = False) -> Any:
+def _without_docs(shape: Any, *, is_set: bool = False) -> Any:
     if isinstance(shape, dict):
         return {
-            key: _but_words(each, is_set=key in ("anyOf", "enum"))
+            key: _without_docs(each, is_set=key in ("anyOf", "enum"))
             for key, each in shape.items()
             if key != "description"
         }
     if not isinstance(shape, list):
         return shape
-    rows = [_but_words(each) for each in shape]
+    rows = [_without_docs(each) for each in shape]
     return (
         sorted(rows, key=lambda row: msgspec.json.encode(row, order="sorted")) if is_set else rows
     )

@@ -44,8 +44,8 @@ def inputs(case: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def between(age: int, at: int, num_minibatches: int) -> float:
-    """How far the policy had moved from the recording when the step began, in versions: one for
-    each minibatch.
+    """The number of versions between the recording and the start of the step: one for each
+    minibatch.
     """
     behaviour, proximal = -age * num_minibatches, 0
     current = proximal + at
@@ -53,7 +53,7 @@ def between(age: int, at: int, num_minibatches: int) -> float:
 
 
 def factors(case: dict[str, Any], given: dict[str, Any], n: int) -> tuple[float, float, float]:
-    """(ratio, importance, the weight of a token that is not truncated), of token n.
+    """(ratio, importance, weight if not truncated) of token n.
 
     Old log-probs are given as differences to the current one, which is computed.
     """
@@ -71,7 +71,7 @@ def factors(case: dict[str, Any], given: dict[str, Any], n: int) -> tuple[float,
 
 
 def reference(case: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The loss, its gradient in the logits and the reported values: token by token, by hand."""
+    """The loss, its gradient in the logits and the reported values, computed token by token."""
     settings = TrainerConfig(**case["settings"])
     loss, grad, weighed = 0.0, np.zeros(given["logits"].shape), []
     for n, target in enumerate(given["targets"]):
@@ -162,7 +162,7 @@ def test_loss_and_gradient_equal_the_reference_and_the_frozen_numbers(
     assert actual["num_clipped"] == case["num_clipped"]
 
 
-def test_the_frozen_numbers_know_every_rule_and_every_age() -> None:
+def test_the_frozen_numbers_cover_every_rule_and_every_age() -> None:
     rules = {case["settings"].get("proximal", "recompute") for case in CASES}
     assert rules == {"recompute", "loglinear", "recorded"}
     for rule in rules:

@@ -28,7 +28,7 @@ from rollmesh.trainer.roles.recipes import role_specs
 GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("roles.json").read_text())
 NUM = 40
 Reference = tuple[list[float], list[float]]
-"""The losses, and each loss's slope in what it is computed from."""
+"""The losses, and each loss's slope in its input."""
 
 
 def drawn(seed: int, *spreads: float) -> list[Any]:
@@ -38,7 +38,7 @@ def drawn(seed: int, *spreads: float) -> list[Any]:
 
 
 def losses_and_slopes(given: Any, losses_of: Any) -> Reference:
-    """Ours, by autograd."""
+    """The losses and slopes of rollmesh, by autograd."""
     variable = torch.from_numpy(given).requires_grad_()
     losses: Tensor = losses_of(variable)
     torch.autograd.backward(losses.sum())
@@ -47,13 +47,13 @@ def losses_and_slopes(given: Any, losses_of: Any) -> Reference:
 
 
 def assert_equal(ours: Reference, reference: Reference, name: str) -> None:
-    """To each other, and the reference to its frozen sums."""
+    """Compare both with each other, and the reference with its frozen sums."""
     for one, other, frozen in zip(ours, reference, GOLDEN[name], strict=True):
         assert one == pytest.approx(other, rel=1e-5, abs=2e-6)
         assert math.fsum(map(abs, other)) == pytest.approx(frozen, rel=1e-9)
 
 
-def test_a_value_is_drawn_to_its_return_and_held_near_where_the_step_found_it() -> None:
+def test_a_value_loss_pulls_to_the_return_and_clips_near_the_old_value() -> None:
     values, olds, returns = drawn(1, 1.0, 1.0, 2.0)
     losses, slopes, num_held = [], [], 0
     for value, old, target in zip(
@@ -83,11 +83,11 @@ def test_a_value_without_a_clip_has_the_plain_squared_error() -> None:
 
 
 @pytest.mark.parametrize("which", ["k1", "k2", "k3"])
-def test_a_divergence_is_schulmans_estimate(which: Estimate) -> None:
+def test_the_divergence_is_schulmans_estimate(which: Estimate) -> None:
     logprobs, references = drawn(2, 1.0, 1.0)
     losses, slopes = [], []
     for now, reference in zip(logprobs.tolist(), references.tolist(), strict=True):
-        ratio = math.exp(reference) / math.exp(now)  # of probabilities, as his page has it
+        ratio = math.exp(reference) / math.exp(now)  # of probabilities, as in Schulman's post
         losses.append(
             {
                 "k1": -math.log(ratio),
@@ -146,7 +146,7 @@ def test_k1_as_a_loss_has_no_expected_gradient_and_is_refused_in_one_line() -> N
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_preference_is_a_duel_of_what_both_answers_gained(smoothing: float) -> None:
+def test_a_preference_loss_compares_the_gains_of_both_answers(smoothing: float) -> None:
     first, second, first_before, second_before = drawn(3, 9.0, 9.0, 9.0, 9.0)
     losses, slopes = [], []
     for l1, l2, r1, r2 in zip(
@@ -168,13 +168,13 @@ def test_a_preference_is_a_duel_of_what_both_answers_gained(smoothing: float) ->
 
 
 @pytest.mark.parametrize(("discount", "trace"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.0)])
-def test_advantages_are_sums_of_discounted_surprises(discount: float, trace: float) -> None:
+def test_advantages_are_discounted_sums_of_td_errors(discount: float, trace: float) -> None:
     values, drifts = drawn(5, 1.0, 0.5)
     rewards = [-0.02 * drift for drift in drifts.tolist()]
     rewards[-1] += 3.0
     ahead = [*values.tolist(), 0.0]
     surprises = [rewards[t] + discount * ahead[t + 1] - ahead[t] for t in range(NUM)]
-    # As the paper writes it, each step's sum by itself: O(n^2), and no recursion.
+    # As in the paper, each step's sum by itself: O(n^2), and no recursion.
     advantages = [
         math.fsum((discount * trace) ** (at - t) * surprises[at] for at in range(t, NUM))
         for t in range(NUM)
@@ -186,7 +186,7 @@ def test_advantages_are_sums_of_discounted_surprises(discount: float, trace: flo
     assert_equal((ours[0].tolist(), ours[1].tolist()), reference, f"returns {discount} {trace}")
 
 
-def test_with_a_whole_trace_a_token_is_owed_all_that_comes_after_it() -> None:
+def test_with_lambda_one_a_tokens_return_is_the_sum_of_later_rewards() -> None:
     rewards, values = torch.tensor([0.0, 0.0, 2.0]), torch.tensor([0.5, -1.0, 1.5])
     result = gae(rewards, values, 1.0, 1.0)
     assert result.returns_N.tolist() == [2.0, 2.0, 2.0]

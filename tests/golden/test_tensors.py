@@ -24,7 +24,7 @@ def test_a_message_has_the_bytes_that_were_frozen(message: Request | Answer) -> 
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=name_of)
-def test_frozen_bytes_still_say_the_same(message: Request | Answer) -> None:
+def test_frozen_bytes_still_decode_to_the_same_message(message: Request | Answer) -> None:
     header = bytes.fromhex(GOLDEN[name_of(message)])[LENGTH_BYTES:]
     decode = decode_request if isinstance(message, Request) else decode_answer
     assert decode(header) == message

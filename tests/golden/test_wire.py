@@ -17,7 +17,7 @@ def test_a_message_has_the_bytes_that_were_frozen(message: AnyMessage) -> None:
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
-def test_frozen_bytes_still_say_the_same(message: AnyMessage) -> None:
+def test_frozen_bytes_still_decode_to_the_same_message(message: AnyMessage) -> None:
     packet = decode([bytes.fromhex(GOLDEN[type(message).__name__]), b"body", b"buffer"])
     assert packet.message == message
     assert packet.router == "i5d1e"

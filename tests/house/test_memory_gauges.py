@@ -53,8 +53,8 @@ async def all_figures(folder: Path) -> dict[str, list[Figure]]:
     gateway = [figure for backend in backends for figure in of_gateway(backend)]
     for backend in backends:
         await backend.close()
-    # A worker's edge counts as that of a gateway in tokens.
-    edge = [each for each in of_gateway(TokenBackend(config, ())) if not_of_the_book(each)]
+    # A worker's agent server has the gauges of a gateway in tokens mode.
+    edge = [each for each in of_gateway(TokenBackend(config, ())) if is_not_of_sessions(each)]
     return {
         "worker": [*worker.inventory.figures(), *edge],
         "gateway": gateway,
@@ -62,7 +62,7 @@ async def all_figures(folder: Path) -> dict[str, list[Figure]]:
     }
 
 
-def not_of_the_book(figure: Figure) -> bool:
+def is_not_of_sessions(figure: Figure) -> bool:
     return not {"accounts", "sessions"} & set(figure.labels.values())
 
 

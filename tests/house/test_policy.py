@@ -1,4 +1,4 @@
-"""The hooks of tests/conftest.py: what is skipped unlisted, or left behind, fails the run."""
+"""The hooks of tests/conftest.py fail a run with an unlisted skip, or with leftovers."""
 
 import os
 import subprocess
@@ -15,14 +15,14 @@ CONFTEST = "from tests.conftest import *\n"
 SETTINGS = "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n"
 
 
-def run_pytest(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(folder: Path, text: str, *args: str) -> subprocess.CompletedProcess[str]:
     """A pytest of its own over one test file, under our conftest."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text(SETTINGS)
     (folder / "test_it.py").write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    argv += ["-p", "pytest_asyncio.plugin", *words, str(folder)]
+    argv += ["-p", "pytest_asyncio.plugin", *args, str(folder)]
     return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True)
 
 
@@ -63,7 +63,7 @@ def test_process_and_task_left_behind_fail_the_run(tmp_path: Path) -> None:
     assert "tasks left behind: <coroutine object test_task.<locals>.stray" in answer.stdout
 
 
-def test_several_processes_that_share_the_tests_are_held_to_the_same(tmp_path: Path) -> None:
+def test_parallel_test_processes_fail_for_the_same_leftovers(tmp_path: Path) -> None:
     answer = run_pytest(
         tmp_path,
         "import pytest, subprocess, sys\n"

@@ -64,8 +64,8 @@ def unused(modules: Iterable[Module], pyproject: str, allowed: set[str]) -> Iter
         if definition.full_name in allowed:
             idle.discard(definition.full_name)
             continue
-        who = "nobody" if fake else "only tests, or nobody,"
-        what = f"{definition.full_name}: {who} uses it; remove it, or make it private"
+        users = "nothing uses it" if fake else "nothing uses it, except perhaps tests"
+        what = f"{definition.full_name}: {users}; remove it, or make it private"
         yield definition.module.fault(definition.node, what)
     for name in sorted(idle):
         yield Fault("tests/house/unused_allowed.toml", 1, f"{name} is used or gone; remove it")

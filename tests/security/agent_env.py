@@ -1,4 +1,4 @@
-"""An environment whose agent is a program with the stock OpenAI client, or with httpx alone."""
+"""An environment whose agent is a program with the stock OpenAI client, or with httpx only."""
 
 import sys
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class Agent(HarnessEnv):
     """Two turns; the reward depends on the last answer, so that groups have a signal."""
 
     def __init__(self, kind: str, mark: str) -> None:
-        """`mark` is a word of the program's command line, by which a test finds it."""
+        """`mark` is an argument of the program, by which a test finds its process."""
         super().__init__(argv=[sys.executable, "-c", AGENTS[kind], mark], timeout_s=300)
 
     def tasks(self, split: str, seed: int) -> Iterator[Task]:

@@ -21,21 +21,23 @@ BASE = f"localhost/rollmesh-test-base:{SUITE}"
 IMAGE = "localhost/rollmesh-test-runtime"
 LIMITS = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024")
 BASE_S, BUILD_S = 180, 300
-"""For the base from Debian's mirror, and for the image from the base."""
+"""Timeouts of building the base from Debian's mirror, and of building the image from the base."""
 PYTHON = "/usr/bin/python3"
-"""In the container."""
+"""Path in the container."""
 
 
-def podman(*words: str, timeout_s: float = 60.0) -> str:
-    """Standard output of `podman WORDS`; AssertionError with what it said if it fails."""
-    argv = ["podman", "--runtime", "runc", *words]
+def podman(*args: str, timeout_s: float = 60.0) -> str:
+    """Return the standard output of `podman ARGS`; AssertionError with its error output if it
+    fails.
+    """
+    argv = ["podman", "--runtime", "runc", *args]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr}"
     return done.stdout.strip()
 
 
 def why_no_containers() -> str:
-    """Why containers cannot run here, or ''. Makes the base image if it is missing."""
+    """The reason why containers cannot run here, or ''. Makes the base image if it is missing."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} is not installed"
@@ -54,24 +56,24 @@ def _make_base() -> None:
     debootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=python3", SUITE, "-"]
     argv = ["timeout", str(BASE_S), *debootstrap]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as made:
-        words = ["podman", "import", "-", BASE]
-        done = subprocess.run(words, stdin=made.stdout, capture_output=True, check=False)
+        argv = ["podman", "import", "-", BASE]
+        done = subprocess.run(argv, stdin=made.stdout, capture_output=True, check=False)
     assert (made.returncode, done.returncode) == (0, 0), "mmdebstrap failed"
 
 
 def make_image() -> None:
     """Build the Dockerfile's stage `runtime` on the base; AssertionError if it does not build."""
     text = (DOCKER / "Dockerfile").read_text()
-    words = ["podman", "build", "--isolation=chroot", "--format=docker", "--target=runtime"]
-    words += [f"--build-arg=BASE={BASE}", f"--tag={IMAGE}", "--file=-", str(DOCKER)]
+    argv = ["podman", "build", "--isolation=chroot", "--format=docker", "--target=runtime"]
+    argv += [f"--build-arg=BASE={BASE}", f"--tag={IMAGE}", "--file=-", str(DOCKER)]
     done = subprocess.run(
-        words, input=text, capture_output=True, text=True, timeout=BUILD_S, check=False
+        argv, input=text, capture_output=True, text=True, timeout=BUILD_S, check=False
     )
     assert done.returncode == 0, done.stderr
 
 
 class ServiceContainer:
-    """One container of a service; its options are the service's own, but for the network."""
+    """One container of a service; its options are the service's own, except for the network."""
 
     def __init__(
         self,
@@ -89,38 +91,38 @@ class ServiceContainer:
         make_script(folder / "opt" / "bin", PYTHON)
         mounts = {**mounts, folder / "opt": "/opt/rollmesh", Path(packages): packages}
         mounts[ROOT / "rollmesh"] = "/opt/source/rollmesh"
-        words = ["create", f"--name={name}", "--network=host", *LIMITS]
-        words += [f"--user={service.user}"] if service.user else []
-        words += [f"--cap-drop={each}" for each in service.cap_drop]
-        words += [f"--cap-add={each}" for each in service.cap_add]
-        words += [f"--security-opt={each}" for each in service.security_opt]
-        words += [f"--tmpfs={each}" for each in service.tmpfs]
-        words += ["--read-only"] * service.read_only + ["--init"] * service.init
-        words += [f"--pids-limit={service.pids_limit}", f"--memory={service.mem_limit}"]
-        words += [f"--volume={source}:{target}:ro" for source, target in mounts.items()]
+        args = ["create", f"--name={name}", "--network=host", *LIMITS]
+        args += [f"--user={service.user}"] if service.user else []
+        args += [f"--cap-drop={each}" for each in service.cap_drop]
+        args += [f"--cap-add={each}" for each in service.cap_add]
+        args += [f"--security-opt={each}" for each in service.security_opt]
+        args += [f"--tmpfs={each}" for each in service.tmpfs]
+        args += ["--read-only"] * service.read_only + ["--init"] * service.init
+        args += [f"--pids-limit={service.pids_limit}", f"--memory={service.mem_limit}"]
+        args += [f"--volume={source}:{target}:ro" for source, target in mounts.items()]
         variables = {**service.environment, "PYTHONPATH": f"/opt/source:{packages}:/opt/envs"}
-        words += [f"--env={key}={value}" for key, value in variables.items()]
-        podman(*words, IMAGE, *command)
+        args += [f"--env={key}={value}" for key, value in variables.items()]
+        podman(*args, IMAGE, *command)
 
     def start(self) -> None:
         podman("start", self.name)
 
-    def run(self, *words: str) -> str:
+    def run(self, *args: str) -> str:
         """Standard output of a command in the running container."""
-        return podman("exec", self.name, *words)
+        return podman("exec", self.name, *args)
 
     def pids(self) -> list[int]:
-        """Processes of the container, by the host's numbers; its first process first."""
+        """Process ids of the container on the host; its first process first."""
         return [int(each) for each in podman("top", self.name, "hpid").split()[1:]]
 
     def stop(self) -> int:
-        """End it as `docker stop` does; its exit code."""
+        """Stop it as `docker stop` does; return its exit code."""
         podman("stop", f"--time={self._grace_s}", self.name, timeout_s=self._grace_s + 30.0)
         return int(podman("inspect", "--format={{.State.ExitCode}}", self.name))
 
     def logs(self) -> str:
-        words = ["podman", "logs", self.name]
-        return subprocess.run(words, capture_output=True, text=True, check=False).stderr
+        argv = ["podman", "logs", self.name]
+        return subprocess.run(argv, capture_output=True, text=True, check=False).stderr
 
     def remove(self) -> None:
         podman("rm", "--force", "--time=0", self.name)

@@ -50,7 +50,7 @@ class SpawnerSurface:
     async def _ask(
         self, raw: bytes, num_descriptors: int, *, is_file: bool = True
     ) -> tuple[bytes, bytes]:
-        """What it and the program wrote, once all its descriptors are closed there."""
+        """The output of the spawner and the program, once all its descriptors are closed there."""
         pipes = [os.pipe() for _ in range(3)]
         with os.fdopen(os.memfd_create("request"), "wb+") as request:
             request.write(raw)

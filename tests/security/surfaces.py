@@ -1,4 +1,6 @@
-"""What is fuzzed: servers that strangers, agents, engines and members reach, as real processes."""
+"""Targets of the fuzz tests: servers that strangers, agents, engines and members reach, as real
+processes.
+"""
 
 import asyncio
 import json
@@ -44,7 +46,7 @@ ANSWER_S = 20.0
 MAX_GROWTH_BYTES = 64 * 2**20
 SETTLES_WITHIN_S = 30.0
 CALLS_PER_SESSION = 100
-"""A session keeps all that it was answered."""
+"""A session keeps all of its answers."""
 USER = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALLS: dict[str, Any] = {
@@ -73,13 +75,13 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Surface(Protocol):
-    """One that inputs are sent to."""
+    """A server or socket that receives inputs."""
 
     pid: int
     max_growth_bytes: int
 
     async def send(self, mutator: Mutator) -> None:
-        """Send one input, and read what it is answered with; AssertionError for a 500."""
+        """Send one input, and read its answer; AssertionError for a 500."""
 
     async def check(self) -> None:
         """AssertionError unless a valid request is answered as it should be."""
@@ -177,7 +179,7 @@ class StreamSurface:
                 await reader.read()
         except TimeoutError:
             raise
-        except OSError:  # it has been cut
+        except OSError:  # the connection was closed
             pass
         finally:
             writer.close()
@@ -409,8 +411,8 @@ async def upstream_answers(folder: Path, mutator: Mutator) -> AsyncIterator[Surf
         target = opened["base_url"].removesuffix("/v1")
         headers = {"Authorization": f"Bearer {opened['api_key']}"}
         meddler = await stack.enter_async_context(Meddler(target, mutator, headers).serving())
-        words = ["--capture", "relay", "--engine", meddler.url]
-        served = await stack.enter_async_context(serving(folder, *words))
+        args = ["--capture", "relay", "--engine", meddler.url]
+        served = await stack.enter_async_context(serving(folder, *args))
         yield AnswerSurface(served, await served.open(), meddler)
 
 
@@ -436,7 +438,7 @@ async def scheduler(folder: Path, _: Mutator) -> AsyncIterator[Surface]:
 
 @asynccontextmanager
 async def admission(folder: Path, _: Mutator) -> AsyncIterator[Surface]:
-    """Questions to the unix socket of an admission process, by its own user."""
+    """Requests to the unix socket of an admission process, by its own user."""
     with admission_process(folder) as (process, path):
 
         def make(mutator: Mutator) -> bytes:

@@ -54,7 +54,7 @@ except AddressError as error:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """One that every user may look into, unlike pytest's own."""
+    """A folder that every user may enter, unlike pytest's own."""
     for each in (tmp_path, *tmp_path.parents[:3]):  # pytest-xdist adds one
         if each != Path(tempfile.gettempdir()):
             each.chmod(0o755)
@@ -74,8 +74,8 @@ def admission_process(folder: Path) -> Iterator[tuple["subprocess.Popen[bytes]",
     file = folder / "scheduler.toml"
     file.write_text(f'bind = "tcp://127.0.0.1:1"\njournal = "{folder}/journal"\n')
     reading, writing = os.pipe()
-    words = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", "admission", str(file)]
-    argv = [*words, "--ready-fd", str(writing)]
+    command = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", "admission", str(file)]
+    argv = [*command, "--ready-fd", str(writing)]
     with subprocess.Popen(argv, pass_fds=[writing]) as admission:
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
@@ -96,11 +96,11 @@ def victim() -> Iterator["subprocess.Popen[bytes]"]:
 def test_a_stranger_cannot_end_a_process_of_the_services_user(
     is_open: bool, path: Path, victim: "subprocess.Popen[bytes]"
 ) -> None:
-    """Neither is the socket reached, nor is a pid taken from a question."""
+    """The socket cannot be reached, and no pid is taken from a request."""
     if is_open:
         path.parent.chmod(0o755)
-    told = run_as_stranger(IMPORTS, KILL_ANY, str(path), str(victim.pid))
-    assert "permission denied" in told
+    output = run_as_stranger(IMPORTS, KILL_ANY, str(path), str(victim.pid))
+    assert "permission denied" in output
     assert victim.poll() is None
 
 
@@ -110,12 +110,12 @@ def test_a_stranger_that_reaches_the_socket_is_still_another_user(
 ) -> None:
     path.parent.chmod(0o755)
     path.chmod(0o666)
-    told = run_as_stranger(IMPORTS, KILL_ANY, str(path), str(victim.pid))
-    assert f"user {STRANGER} may not use admission" in told
+    output = run_as_stranger(IMPORTS, KILL_ANY, str(path), str(victim.pid))
+    assert f"user {STRANGER} may not use admission" in output
     assert victim.poll() is None
 
 
-def test_our_own_user_ends_nothing_by_its_pid_either(
+def test_the_services_own_user_cannot_end_a_process_by_its_pid_either(
     path: Path, victim: "subprocess.Popen[bytes]"
 ) -> None:
     body = [{"pid": victim.pid, "started_s": 9e15, "host": os.uname().nodename}]
@@ -153,12 +153,12 @@ except AddressError as error:
 
 
 @contextmanager
-def scheduler_up(folder: Path, *words: str) -> Iterator[str]:
+def scheduler_up(folder: Path, *args: str) -> Iterator[str]:
     """The address of a scheduler that `rollmesh scheduler up` has started."""
     ports = free_ports(2)
     file = folder / FLEET_FILE
     file.write_text(FLEET.format(*ports, folder / "journal"))
-    command = [*CLI, "scheduler", "up", *words, str(file)]
+    command = [*CLI, "scheduler", "up", *args, str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as up:
         try:
             assert up.stdout is not None
@@ -171,11 +171,11 @@ def scheduler_up(folder: Path, *words: str) -> Iterator[str]:
 @as_root
 def test_a_stranger_changes_no_pipeline_whose_token_it_lacks(folder: Path) -> None:
     with scheduler_up(folder, "--no-keys") as address:
-        told = run_as_stranger(MESSAGES, CHANGE, address)
+        output = run_as_stranger(MESSAGES, CHANGE, address)
         answer = ask_scheduler(address, ReadScheduler("r", "math"), patience_s=ENDS_WITHIN_S)
     [pipeline] = msgspec.json.decode(answer.body, type=FleetExplanation).pipelines
-    assert len(told.splitlines()) == 3
-    assert "ok=True" not in told
+    assert len(output.splitlines()) == 3
+    assert "ok=True" not in output
     assert (pipeline.phase, pipeline.run) == (PipelinePhase.ADMITTED, None)
 
 
@@ -188,7 +188,7 @@ def test_a_scheduler_with_keys_of_its_own_answers_its_members_only(folder: Path)
         token = folder / "journal" / "tokens" / "math"
         with closing(PipelineHooks(address, "math", token_file=str(token))) as hooks:
             ticket = hooks.request_gpus("critic", GpuPriority.CRITIC_TRAINING)
-            with pytest.raises(UserError, match="critic"):  # refused, so it was answered
+            with pytest.raises(UserError, match="critic"):  # refused, which is an answer
                 ticket.wait(timeout_s=ENDS_WITHIN_S)
     assert "ok=True" not in stranger
     assert "math" in shown.stdout, shown.stderr

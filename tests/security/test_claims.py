@@ -21,7 +21,9 @@ from tests.unit.scheduler.admission.claimed_run import ClaimedRun, claimed_run
 
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[ClaimedRun]:
-    """A run of ours under another name: its launch has just died, a process of it still runs."""
+    """A run of the same user under another name: its launch has just died, one of its processes
+    still runs.
+    """
     with claimed_run(tmp_path, "code") as run:
         run.start(f"{run.mark}/engine.1")
         run.launch.kill()
@@ -45,7 +47,7 @@ def is_running(run: ClaimedRun) -> bool:
 def test_a_claim_that_names_another_runs_mark_ends_none_of_its_processes(
     other: ClaimedRun, tmp_path: Path
 ) -> None:
-    """What a stranger did: it claimed `math` with the mark of root's other run."""
+    """A stranger has claimed `math` with the mark of root's other run."""
     forged = msgspec.structs.replace(other.claim, run_id=other.mark, record="", life="1")
     with pytest.raises(ConfigError, match=r"--pipeline math: .*its record '' cannot be read"):
         next_run(forged, tmp_path)
@@ -62,9 +64,9 @@ def test_a_claim_that_names_another_runs_record_ends_none_of_its_processes(
 
 @as_root
 def test_a_record_that_a_stranger_wrote_ends_nothing(other: ClaimedRun, tmp_path: Path) -> None:
-    told = msgspec.structs.replace(other.claimed, pipeline_id="math", run_id="run-forged")
+    forged_record = msgspec.structs.replace(other.claimed, pipeline_id="math", run_id="run-forged")
     record = tmp_path / "forged.json"
-    record.write_bytes(msgspec.json.encode(told))
+    record.write_bytes(msgspec.json.encode(forged_record))
     record.chmod(0o600)
     os.chown(record, STRANGER, STRANGER)
     forged = msgspec.structs.replace(other.claim, run_id="run-forged", record=str(record))

@@ -106,14 +106,14 @@ def test_refused_weights_leave_no_descriptor(
         maps = Path(f"/proc/{engine.pid}/maps").read_text().count("/dev/shm/rollmesh-")
         return len(os.listdir(f"/proc/{engine.pid}/fd")) + maps
 
-    def stage(part: SharedSegment) -> int:
+    def staging_status(part: SharedSegment) -> int:
         body = {"load_format": LOAD_FORMAT, "serialized_named_tensors": encode_parts([part])}
         return client.post("/stage_weights", json=body).status_code
 
-    stage(refused_parts[0])
+    staging_status(refused_parts[0])
     before = num_open()
     for number in range(NUM_REFUSED):
-        assert stage(refused_parts[number % len(refused_parts)]) == 400
+        assert staging_status(refused_parts[number % len(refused_parts)]) == 400
     assert num_open() == before
 
 

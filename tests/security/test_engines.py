@@ -1,4 +1,4 @@
-"""Attacks by way of engines: servers that are none, and what a stranger may ask of a real one."""
+"""Attacks through engines: servers that are no engine, and requests of a stranger to a real one."""
 
 import http.server
 import threading
@@ -63,7 +63,7 @@ def answer_to(peer: Peer, ask: JoinEngine | SleepEngine | ReadFleet) -> FleetAns
 
 
 @pytest.mark.parametrize("kind", ["join", "sleep"])
-def test_a_router_asks_nothing_of_a_server_that_a_stranger_names(
+def test_a_router_sends_nothing_to_a_server_that_a_stranger_names(
     tmp_path: Path, internal: Internal, kind: str
 ) -> None:
     with RouterProcess(tmp_path) as router:

@@ -1,4 +1,4 @@
-"""A process without a free file descriptor must not take its engines for broken."""
+"""A process without a free file descriptor must not treat its engines as broken."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ async def engine_phase(gateway: Gateway) -> str:
 
 
 async def warm(gateway: Gateway, opened: dict[str, str]) -> None:
-    """Open as many connections of agents as will be used, while there are descriptors for them."""
+    """Open as many agent connections as will be used, while there are descriptors for them."""
     headers = {"Authorization": f"Bearer {opened['api_key']}"}
 
     async def look() -> None:
@@ -68,8 +68,8 @@ async def test_a_call_that_waited_long_enough_names_the_limit_and_the_remedy(
         with no_descriptor_left(gateway.process.pid):
             answers = await asyncio.gather(*(gateway.call(opened, each) for each in BODIES))
             assert await engine_phase(gateway) == "ready"
-        for status, told in answers:
+        for status, answer in answers:
             assert status == 503
-            assert "RLIMIT_NOFILE" in told["error"]["message"]
-            assert "ulimit -n" in told["error"]["message"]
+            assert "RLIMIT_NOFILE" in answer["error"]["message"]
+            assert "ulimit -n" in answer["error"]["message"]
         assert (await gateway.call(opened, BODIES[0]))[0] == 200

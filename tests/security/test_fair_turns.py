@@ -24,17 +24,17 @@ def chat(text: str) -> dict[str, Any]:
 
 
 def places_of_singles(engine: ScriptedEngine) -> list[int]:
-    """Of the second session's turns, in the order in which the engine got requests."""
+    """Places of the second session's turns, in the order in which the engine received requests."""
     found = [each.body for each in engine.seen if each.path == GENERATE]
     return [at for at, body in enumerate(found) if len(body["input_ids"]) > LONG]
 
 
 async def until_begun(gateway: Gateway, num_calls: int) -> None:
-    """Until sessions have begun so many calls, by the count that they report."""
+    """Wait until sessions have begun `num_calls` calls, by the count that they report."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            _, told = await gateway.admin("GET", "/admin/sessions")
-            if sum(each["num_calls"] for each in told["sessions"]) == num_calls:
+            _, listed = await gateway.admin("GET", "/admin/sessions")
+            if sum(each["num_calls"] for each in listed["sessions"]) == num_calls:
                 return
 
 

@@ -28,9 +28,9 @@ def modes(folder: Path) -> dict[str, int]:
     return {str(each.relative_to(folder)): mode for each, mode in found.items()}
 
 
-def evaluated(folder: Path, model: Path, *words: str) -> dict[str, int]:
+def evaluated(folder: Path, model: Path, *args: str) -> dict[str, int]:
     argv = [sys.executable, "-m", "rollmesh.cli.main", "eval", "--env", "guess", "--out", "out"]
-    argv += ["--model-dir", str(model), "-n", "1", "--num-tasks", "2", *words]
+    argv += ["--model-dir", str(model), "-n", "1", "--num-tasks", "2", *args]
     done = subprocess.run(
         argv, cwd=folder, capture_output=True, text=True, umask=0o022, timeout=PATIENCE_S
     )
@@ -55,7 +55,7 @@ def test_no_other_user_reads_the_files_of_an_evaluation(tmp_path: Path, model: P
     assert [name for name, mode in found.items() if mode & 0o077] == []
 
 
-def test_run_mode_group_lets_the_group_read_and_nobody_else(tmp_path: Path, model: Path) -> None:
+def test_run_mode_group_lets_only_the_group_read(tmp_path: Path, model: Path) -> None:
     found = evaluated(tmp_path, model, "--set", "run.mode=group")
     shown = {name: mode for name, mode in found.items() if mode & 0o077}
     assert {".", "results.jsonl", "mesh/config.json", "mesh/logs/worker-0.log"} <= shown.keys()

@@ -31,7 +31,7 @@ Opened = Callable[[Path, Mutator], AbstractAsyncContextManager[Surface]]
 
 
 async def fuzz(surface: Opened, folder: Path, seed: int, lasts_s: float) -> int:
-    """Send inputs for so long, check the surface, and return their number."""
+    """Send inputs for `lasts_s`, check the surface, and return the number of inputs."""
     mutator, num_inputs = Mutator(seed), 0
     async with surface(folder, mutator) as target:
         await target.check()
@@ -51,7 +51,7 @@ async def fuzz(surface: Opened, folder: Path, seed: int, lasts_s: float) -> int:
 
 
 def check_logs(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """No process of ours logged or printed a traceback."""
+    """Check that no rollmesh process logged or printed a traceback."""
     printed = capfd.readouterr().err
     for text in (printed, *(log.read_text() for log in folder.rglob("*.log"))):
         assert text.partition("Traceback")[2][:SHOWN_CHARS] == ""

@@ -62,7 +62,7 @@ async def until_begun(agent: AgentSession, num_generations: int) -> None:
 
 
 def chat_of(num_bytes: int) -> dict[str, object]:
-    """A chat whose body has so many bytes and few tokens: the rest is a tool nobody calls."""
+    """A chat whose body has `num_bytes` bytes and few tokens: the rest is an unused tool."""
     tool = {"type": "function", "function": {"name": "f", "description": "x" * num_bytes}}
     return {"messages": [{"role": "user", "content": "go"}], "metadata": tool}
 
@@ -84,7 +84,7 @@ async def test_silent_announcers_of_one_session_do_not_delay_another(
     await until_held(agent, 0)
 
 
-async def test_one_session_cannot_fill_the_room_for_bodies(
+async def test_one_session_cannot_use_all_memory_for_bodies(
     start_agent: StartAgent,  # noqa: F811 - the fixture
 ) -> None:
     agent = await start_agent(always="I guess 4")
@@ -122,9 +122,9 @@ async def test_one_call_cannot_start_thousands_of_generations(
 ) -> None:
     agent = await start_agent()
     batch = {"prompt": ["go"] * 128, "n": 128}
-    status, told = await agent.answer(batch, "/v1/completions")
-    assert (status, told["error"]["code"]) == (400, "too_many_choices")
-    assert "interception.max_turns_at_once" in told["error"]["message"]
+    status, answer = await agent.answer(batch, "/v1/completions")
+    assert (status, answer["error"]["code"]) == (400, "too_many_choices")
+    assert "interception.max_turns_at_once" in answer["error"]["message"]
     assert not agent.sampler.generations
 
 
@@ -147,11 +147,11 @@ async def test_a_session_past_its_turns_gets_429_in_its_dialect(
     running = asyncio.create_task(agent.answer(batch, "/v1/completions"))
     await until_begun(agent, 4)
     async with agent.post(body, path) as response:
-        told = msgspec.json.decode(await response.read())
+        answer = msgspec.json.decode(await response.read())
         assert response.status == 429
         assert int(response.headers["Retry-After"]) >= 1
-    assert told["error"]["type"] == "rate_limit_error"
-    assert "interception.max_turns_at_once" in told["error"]["message"]
+    assert answer["error"]["type"] == "rate_limit_error"
+    assert "interception.max_turns_at_once" in answer["error"]["message"]
     # Turns of another session are not counted with these.
     other = Attacker(agent)
     raw = b'{"messages":[{"role":"user","content":"go"}]}'
@@ -172,9 +172,9 @@ async def test_an_agents_image_address_is_not_passed_to_the_engine(
 ) -> None:
     agent = await start_agent(always="I guess 4")
     image = {"type": "image_url", "image_url": {"url": url}}
-    status, told = await agent.answer({"messages": [{"role": "user", "content": [image]}]})
+    status, answer = await agent.answer({"messages": [{"role": "user", "content": [image]}]})
     assert status == 400
-    assert "interception.image_hosts" in told["error"]["message"]
+    assert "interception.image_hosts" in answer["error"]["message"]
     assert not agent.sampler.generations
 
 

@@ -25,8 +25,8 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return certificate, key
 
 
-def refused(tmp_path: Path, *words: str) -> str:
-    argv = argv_of(*RELAY, "--port", "0", "--admin-token-file", str(tmp_path / "token"), *words)
+def refused(tmp_path: Path, *args: str) -> str:
+    argv = argv_of(*RELAY, "--port", "0", "--admin-token-file", str(tmp_path / "token"), *args)
     ended = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 2
     return ended.stderr
@@ -51,8 +51,8 @@ async def test_a_public_gateway_speaks_tls_and_shows_strangers_only_that_it_runs
     tmp_path: Path, files: tuple[Path, Path]
 ) -> None:
     trust = ssl.create_default_context(cafile=files[0])
-    words = "--host", "0.0.0.0", "--tls-cert", str(files[0]), "--tls-key", str(files[1])
-    async with serving(tmp_path, *RELAY, *words) as gateway:
+    args = "--host", "0.0.0.0", "--tls-cert", str(files[0]), "--tls-key", str(files[1])
+    async with serving(tmp_path, *RELAY, *args) as gateway:
         assert gateway.address.startswith("https://0.0.0.0:")
         base = gateway.address.replace("0.0.0.0", "localhost")
         admin = {"Authorization": f"Bearer {gateway.token}"}
@@ -64,7 +64,7 @@ async def test_a_public_gateway_speaks_tls_and_shows_strangers_only_that_it_runs
             async with client.post(f"{base}/admin/sessions", headers=admin) as response:
                 opened = await response.json()
             assert opened["base_url"] == f"{base}/v1"
-            # A body that is refused before it was read ends the connection, which TLS cannot halve.
+            # A body that is refused unread ends the connection, which TLS cannot half-close.
             async with client.post(f"{base}/v1/chat/completions", data=b"x" * 10**6) as response:
                 assert response.status == 401
 
@@ -78,7 +78,7 @@ async def test_a_public_gateway_behind_a_proxy_shows_strangers_only_that_it_runs
             assert await response.json() == {"status": "ok"}
 
 
-async def test_a_gateway_on_loopback_shows_its_engines_to_this_machine_alone(
+async def test_a_gateway_on_loopback_shows_its_engines_to_this_machine_only(
     tmp_path: Path,
 ) -> None:
     async with serving(tmp_path, *RELAY) as gateway:

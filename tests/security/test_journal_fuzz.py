@@ -1,7 +1,7 @@
 """Journals with changed bytes or records: they are read, or one error names the fault.
 
-Changed bytes are found by a checksum. A changed record, as another version of rollmesh could write
-it, has a correct checksum and is found where it is decoded.
+A checksum reveals changed bytes. A changed record, as another version of rollmesh could write it,
+has a correct checksum and is found when it is decoded.
 """
 
 import shutil
@@ -43,7 +43,7 @@ def records_of(folder: Path) -> Records:
 
 
 def changed_record(mutator: Mutator, frames: list[bytes]) -> list[bytes]:
-    """With its entry changed, or a frame removed, repeated or changed."""
+    """A record with its entry changed, or with a frame removed, repeated or changed."""
     found = list(frames)
     kind, at = mutator.rng.randrange(6), mutator.rng.randrange(len(found))
     if kind <= 3:
@@ -56,7 +56,7 @@ def changed_record(mutator: Mutator, frames: list[bytes]) -> list[bytes]:
 
 
 def write_changed(folder: Path, records: Records, mutator: Mutator) -> None:
-    """The journal of these records, with some of them changed or with changed bytes."""
+    """Write the journal of these records, with some of them changed or with changed bytes."""
     shutil.rmtree(folder, ignore_errors=True)
     of_bytes = mutator.rng.random() < 0.3
     journal = Journal(folder, SEGMENT_BYTES)
@@ -70,7 +70,7 @@ def write_changed(folder: Path, records: Records, mutator: Mutator) -> None:
 
 
 def fuzz(records: Records, folder: Path, read: Read, seed: int, lasts_s: float) -> tuple[int, int]:
-    """How many journals were read, and how many were refused."""
+    """Return how many journals were read, and how many were refused."""
     mutator, num_read, num_refused = Mutator(seed), 0, 0
     end_s = time.monotonic() + lasts_s
     while time.monotonic() < end_s:
@@ -83,40 +83,40 @@ def fuzz(records: Records, folder: Path, read: Read, seed: int, lasts_s: float) 
     return num_read, num_refused
 
 
-def read_book(folder: Path) -> None:
-    """As the next client does."""
-    book = open_journal(folder.parent, CONFIG)
+def read_journal(folder: Path) -> None:
+    """Read the journal as a new client does."""
+    journal = open_journal(folder.parent, CONFIG)
     try:
-        book.history()
-        book.reopened()
-        for filed in book.begin(RunBegan("r2", "c1", "tcp://sink"), None):
-            book.load(filed)
+        journal.history()
+        journal.reopened()
+        for filed in journal.begin(RunBegan("r2", "c1", "tcp://sink"), None):
+            journal.load(filed)
     finally:
-        book.close()
+        journal.close()
 
 
-def write_book(folder: Path) -> Records:
-    """A client's journal, with an entry of each kind that a run writes."""
-    book = open_journal(folder.parent, CONFIG)
-    book.begin(RunBegan("r1", "c1", "tcp://sink"), None)
+def write_journal(folder: Path) -> Records:
+    """Write a client's journal, with an entry of each kind that a run writes."""
+    journal = open_journal(folder.parent, CONFIG)
+    journal.begin(RunBegan("r1", "c1", "tcp://sink"), None)
     ask = GroupAsk(task=Task(id="t", data={"a": [1]}), sampling=SamplingPolicy(), seed=7)
     for seq in range(9):
-        book.ask(msgspec.structs.replace(asked(seq, 9.0 * (seq % 2)), body=encode_ask(ask)))
+        journal.ask(msgspec.structs.replace(asked(seq, 9.0 * (seq % 2)), body=encode_ask(ask)))
         if seq < 6:
-            book.note(GroupTried(group(seq), attempts=1, excused=0))
-            keep(book, seq, complete=seq != 5)
-    book.note(StepTaken(0, (group(0), group(1))))
-    book.note(Published(1, 1))
-    book.drop(group(2), "stale")
-    book.close()
+            journal.note(GroupTried(group(seq), attempts=1, excused=0))
+            keep(journal, seq, complete=seq != 5)
+    journal.note(StepTaken(0, (group(0), group(1))))
+    journal.note(Published(1, 1))
+    journal.drop(group(2), "stale")
+    journal.close()
     return records_of(folder)
 
 
 @pytest.mark.parametrize("lasts_s", [SHORT_S, pytest.param(LONG_S, marks=pytest.mark.chaos)])
 def test_a_client_s_journal_is_read_or_refused(tmp_path: Path, lasts_s: float) -> None:
     folder = tmp_path / "client" / "journal"
-    records = write_book(folder)
-    assert min(fuzz(records, folder, read_book, 1, lasts_s)) > 0
+    records = write_journal(folder)
+    assert min(fuzz(records, folder, read_journal, 1, lasts_s)) > 0
 
 
 @pytest.mark.parametrize("lasts_s", [SHORT_S, pytest.param(LONG_S, marks=pytest.mark.chaos)])

@@ -1,8 +1,8 @@
 """Unmodified agents under `rollmesh up` with isolation, while a process of each role is killed.
 
-Launch is killed last, and `--resume` goes on. The agents use the stock OpenAI client or httpx.
-Nothing is lost, tokens are exact, and no process, control group or scratch folder is left. Network
-namespaces end with their last process.
+Launch is killed last, and `--resume` continues the run. The agents use the stock OpenAI client or
+httpx. Nothing is lost, tokens are exact, and no process, control group or scratch folder is left.
+Network namespaces end with their last process.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from tests.security.test_isolation import processes_named
 MODES = pytest.mark.parametrize("mode", ["bwrap", "uid"], indirect=True)
 ROLES = ("worker-0", "router", "engine-0", "dashboard", "trainer", "rank", "worker-1")
 MANY_STEPS, NUM_MORE = 10_000, 2
-"""Before launch is killed, and after it."""
+"""Steps before launch is killed, and after it."""
 FIRST_UIDS, NUM_UIDS = {"bwrap": 731_000, "uid": 732_000}, 64
 ENDS_WITHIN_S = 240
 GAP = 1e-3
@@ -65,8 +65,8 @@ class Run:
         self._settings.write_bytes(msgspec.json.encode(values))
         self.process = self._start()
 
-    def _start(self, *words: str) -> Running:
-        argv = ["up", str(self._settings), "--no-live", *words]
+    def _start(self, *args: str) -> Running:
+        argv = ["up", str(self._settings), "--no-live", *args]
         return Running(
             [sys.executable, "-m", "rollmesh.cli.main", *argv],
             env=os.environ | {"TMPDIR": str(self._scratch)},
@@ -77,18 +77,18 @@ class Run:
         )
 
     def close(self) -> None:
-        self.process.kill()  # all that it started ends with it
+        self.process.kill()  # and all processes that it started
         self.process.communicate()
 
     def until_next_step(self) -> None:
-        """Until the trainer has finished a step that it has not finished now."""
+        """Wait until the trainer has finished a step that it has not finished now."""
         path = self.run / "metrics.jsonl"
         num_rows = path.read_bytes().count(b"\n") if path.exists() else 0
         with closing(follow(path)) as rows:
             next(itertools.islice(rows, num_rows, None))
 
     def kill(self, role: str) -> None:
-        """End its process now, and wait until another one serves, or trains."""
+        """Kill the role's process, and wait until its successor serves or trains."""
         child = "trainer" if role == "rank" else role
         pid = {row.role: row.pid for row in read_pids(self.run)}[child]
         victim = psutil.Process(pid)
@@ -104,9 +104,9 @@ class Run:
                 next(each for each in of_child if each["event"] == "child.ready")
 
     def kill_launch(self) -> int:
-        """End launch now, with which all its processes end, and go on with the run for some steps.
+        """Kill launch, with which all its processes end, and resume the run for some steps.
 
-        Returns how many steps it has then.
+        Returns the number of steps by then.
         """
         processes = [
             psutil.Process(row.pid) for row in read_pids(self.run) if psutil.pid_exists(row.pid)
@@ -120,7 +120,7 @@ class Run:
 
 
 def check_whole(run: Path, num_steps: int) -> None:
-    """Each step and group is trained once, and no rollout is lost."""
+    """Check that each step and group is trained once, and no rollout is lost."""
     history, summary = RunHistory(run), read(run / "summary.json")
     assert history.num_steps_taken == dict.fromkeys(range(num_steps), 1)
     assert len(set(history.trained())) == len(history.trained())
@@ -133,7 +133,7 @@ def check_whole(run: Path, num_steps: int) -> None:
 
 
 def check_exact(run: Path, weights: Path) -> None:
-    """Each recorded token has the log-prob that the weights of its version give."""
+    """Check that each recorded token has the log-prob that the weights of its version give."""
     models: dict[int, Any] = {}
     num_tokens = 0
     for line in (run / "trajectories.jsonl").read_bytes().splitlines():
@@ -150,7 +150,7 @@ def check_exact(run: Path, weights: Path) -> None:
 
 
 def check_nothing_left(run: Path, scratch: Path, mark: str, first_uid: int) -> None:
-    """No process, control group or scratch folder of the run."""
+    """Check that no process, control group or scratch folder of the run is left."""
     pids = {row.pid for row in read_pids(run)}
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
     assert processes_named(mark) == []
@@ -223,7 +223,7 @@ def test_agents_train_to_the_last_step_while_each_role_is_killed(
 @MODES
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
-def test_agents_with_the_openai_client_train_on_through_forty_kills(
+def test_agents_with_the_openai_client_train_through_forty_kills(
     mode: str, tmp_path: Path, model: Path, scratch: Path
 ) -> None:
     train_and_kill(tmp_path, model, scratch, mode, "openai", ROLES * 6)

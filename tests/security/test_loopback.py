@@ -1,4 +1,4 @@
-"""An address that only looks like loopback is neither dialled nor bound without keys."""
+"""An address that only looks like loopback is neither connected to nor bound without keys."""
 
 import os
 
@@ -19,7 +19,7 @@ LOOK_ALIKES = (
 
 
 @pytest.mark.parametrize("address", LOOK_ALIKES)
-def test_a_look_alike_of_loopback_is_not_dialled_without_keys(address: str) -> None:
+def test_a_look_alike_of_loopback_is_not_connected_to_without_keys(address: str) -> None:
     with pytest.raises(AddressError, match=KEYS_VARIABLE):
         check_dial(address, None)
 

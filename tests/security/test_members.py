@@ -1,4 +1,4 @@
-"""Another user of the machine is no part of a mesh, and a member may do what its role may."""
+"""Another user of the machine is not part of a mesh, and a member may do what its role allows."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def end(process: "subprocess.Popen[Any]") -> None:
 
 
 def strange(router: str, run: str) -> dict[str, Any]:
-    """The answers that another user of this machine gets."""
+    """The router's answers to another user of this machine."""
     command = (sys.executable, "-c", STRANGER, router, run)
     done = subprocess.run(command, check=True, capture_output=True, timeout=120)
     answer: dict[str, Any] = json.loads(done.stdout)
@@ -99,14 +99,14 @@ def strange(router: str, run: str) -> dict[str, Any]:
 
 
 class Run:
-    """`rollmesh demo` as it is started by default."""
+    """`rollmesh demo` with its default options."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "runs" / "demo"
         settings = ("trainer.num_steps=100000", "trainer.eval_rollouts=0", "worker.num_workers=1")
-        words = [word for each in settings for word in ("--set", each)]
+        args = [arg for each in settings for arg in ("--set", each)]
         self.process = subprocess.Popen(
-            (*CLI, "demo", "--no-live", *words),
+            (*CLI, "demo", "--no-live", *args),
             cwd=folder,
             env={name: text for name, text in os.environ.items() if name != "ROLLMESH_KEYS"},
             stdout=subprocess.DEVNULL,
@@ -123,19 +123,19 @@ class Run:
     def keys(self, name: str) -> Keys:
         return read_key_file(self.folder / "keys" / f"{name}.json")
 
-    def heard(self, keys: Keys, *messages: Message, until: type | None = None) -> list[Message]:
+    def answers(self, keys: Keys, *messages: Message, until: type | None = None) -> list[Message]:
         """Answers of the router to these messages."""
-        heard: list[Message] = []
+        answers: list[Message] = []
         with closing(Dialer(self.router, "member", keys)) as dialer:
             for message in messages:
                 dialer.send(Packet(message))  # type: ignore[arg-type]
             end_s = time.monotonic() + (60.0 if until else SILENT_S)
             while time.monotonic() < end_s:
                 wait([dialer], None, 0.1)
-                heard += [packet.message for packet in dialer.receive()]
-                if until and any(isinstance(each, until) for each in heard):
+                answers += [packet.message for packet in dialer.receive()]
+                if until and any(isinstance(each, until) for each in answers):
                     break
-        return heard
+        return answers
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +146,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 @pytest.mark.slow
-def test_another_user_of_the_machine_is_no_part_of_a_run(run: Run) -> None:
+def test_another_user_of_the_machine_is_not_part_of_a_run(run: Run) -> None:
     assert strange(run.router, str(run.folder)) == {"has_keys": False, "heard": []}
 
 
-def test_the_same_attack_is_answered_where_there_are_no_keys() -> None:
-    """A control: it shows that the silence above is that of the keys."""
+def test_the_same_attack_is_answered_without_keys() -> None:
+    """A control: it shows that the keys cause the silence in the test above."""
     reading, writing = os.pipe()
     router = subprocess.Popen(
         (*CLI, "router", "--set", "router.http_bind=127.0.0.1:0", "--ready-fd", str(writing)),
@@ -172,8 +172,8 @@ def test_the_same_attack_is_answered_where_there_are_no_keys() -> None:
 
 def test_the_operators_key_does_what_the_verbs_need(run: Run) -> None:
     keys = run.keys("operator")
-    assert run.heard(keys, AskAddresses(1), until=AddressesAnswered)
-    assert run.heard(keys, ReadFleet(1), until=FleetAnswered)
+    assert run.answers(keys, AskAddresses(1), until=AddressesAnswered)
+    assert run.answers(keys, ReadFleet(1), until=FleetAnswered)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_the_operators_key_does_what_the_verbs_need(run: Run) -> None:
     ],
 )
 def test_a_workers_key_cannot_drain_publish_read_or_cancel(run: Run, message: Message) -> None:
-    assert run.heard(run.keys("worker"), message) == []
+    assert run.answers(run.keys("worker"), message) == []
 
 
 def test_a_workers_key_cannot_speak_as_another_worker(run: Run) -> None:
@@ -197,9 +197,9 @@ def test_a_workers_key_cannot_speak_as_another_worker(run: Run) -> None:
         WorkerBeat("worker-0", 0, True, 0, 0.0, 0, 0, 0, 0),
         WorkerLeft("worker-0", "mine", started_s=2e9),
     )
-    assert run.heard(run.keys("worker"), *forged) == []
+    assert run.answers(run.keys("worker"), *forged) == []
     own = WorkerHello("gpu-7", "guess", 1, os.getpid(), "here", loads_for_s=1.0)
-    assert run.heard(run.keys("worker"), own, until=RouterHello)
+    assert run.answers(run.keys("worker"), own, until=RouterHello)
 
 
 def test_a_workers_file_does_not_hold_the_hubs_secret(run: Run) -> None:
@@ -213,20 +213,22 @@ def test_a_removed_key_is_refused(run: Run) -> None:
     folder = run.folder / "keys"
     add_member(folder, Role.OPERATOR, "late")
     keys = run.keys("late")
-    assert run.heard(keys, AskAddresses(1), until=AddressesAnswered)
+    assert run.answers(keys, AskAddresses(1), until=AddressesAnswered)
     remove_member(folder, "late")
     assert "refuses our key" in refusal(run.router, keys)
-    assert run.heard(keys, AskAddresses(1)) == []
+    assert run.answers(keys, AskAddresses(1)) == []
 
 
 def test_the_verbs_find_the_keys_of_a_run(run: Run, tmp_path: Path) -> None:
-    """In its folder's place without a word, elsewhere by --run; else one line at once."""
+    """The keys are found by the run folder's default path, or by --run; otherwise a one-line
+    error.
+    """
     home = run.folder.parent.parent
-    words = (*CLI, "status", "--json", "--router", run.router)
+    argv = (*CLI, "status", "--json", "--router", run.router)
     for more, cwd in (((), home), (("--run", str(run.folder)), tmp_path)):
-        done = subprocess.run((*words, *more), cwd=cwd, capture_output=True, timeout=120)
+        done = subprocess.run((*argv, *more), cwd=cwd, capture_output=True, timeout=120)
         assert done.returncode == 0, done.stderr
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, timeout=120)
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, timeout=120)
     assert done.returncode == 2
     [line] = done.stderr.decode().splitlines()
     assert run.router in line
@@ -237,6 +239,6 @@ def test_the_verbs_find_the_keys_of_a_run(run: Run, tmp_path: Path) -> None:
 
 
 def test_drain_answers_are_only_for_operators(run: Run) -> None:
-    answers = run.heard(run.keys("operator"), AskDrain(5, "worker-9", ""), until=DrainAnswered)
+    answers = run.answers(run.keys("operator"), AskDrain(5, "worker-9", ""), until=DrainAnswered)
     assert answers
-    assert run.heard(run.keys("client"), AskDrain(5, "worker-9", "")) == []
+    assert run.answers(run.keys("client"), AskDrain(5, "worker-9", "")) == []

@@ -1,4 +1,4 @@
-"""Numbers that JSON holds, and a journal or a float does not, are refused at once."""
+"""Numbers that JSON allows, but a journal or a float cannot hold, are refused at once."""
 
 import msgspec
 import pytest

@@ -1,4 +1,6 @@
-"""What a process logs and prints: no registered secret, and no control character on a terminal."""
+"""Logs and output of a process have no registered secret, and no control character on a
+terminal.
+"""
 
 import os
 import pty
@@ -46,7 +48,7 @@ class Leaky(Env):
 
 
 def on_terminal(argv: list[str], folder: Path) -> str:
-    """What a command writes to the terminal that it runs on."""
+    """The bytes that a command writes to its terminal."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "200"}
     with subprocess.Popen(
@@ -64,12 +66,12 @@ def on_terminal(argv: list[str], folder: Path) -> str:
 def _read(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 65536)
-    except OSError:  # Linux ends a terminal without writers by EIO
+    except OSError:  # On Linux, a terminal without writers ends with EIO.
         return b""
 
 
-def rollmesh(*words: str) -> list[str]:
-    return [sys.executable, "-m", "rollmesh.cli.main", *words]
+def rollmesh(*args: str) -> list[str]:
+    return [sys.executable, "-m", "rollmesh.cli.main", *args]
 
 
 def assert_harmless(shown: str) -> None:
@@ -109,8 +111,8 @@ def test_play_writes_no_control_sequence_of_a_model_to_the_terminal(tmp_path: Pa
         "    def score(self, task, transcript):\n"
         "        return Score(reward=0.0)\n"
     )
-    words = ("play", "loud:Loud", "--set", "worker.num_infra_retries=0")
-    assert_harmless(on_terminal(rollmesh(*words), tmp_path))
+    args = ("play", "loud:Loud", "--set", "worker.num_infra_retries=0")
+    assert_harmless(on_terminal(rollmesh(*args), tmp_path))
 
 
 def test_the_console_log_escapes_control_characters() -> None:
@@ -131,9 +133,9 @@ def test_no_secret_of_a_process_is_in_its_logs_or_its_output_file(tmp_path: Path
     (tmp_path / "leaky.py").write_text(LEAKY)
     write_tiny_model(tmp_path / "model", texts_of(GuessEnv()), TinyShape(), seed=0)
     environment = {**os.environ, "ROLLMESH_ADMIN_TOKEN": token}
-    words = ["eval", "--env", "leaky:Leaky", "--model-dir", "model", "--num-tasks", "1"]
+    args = ["eval", "--env", "leaky:Leaky", "--model-dir", "model", "--num-tasks", "1"]
     done = subprocess.run(
-        rollmesh(*words, "--set", "worker.num_workers=1"),
+        rollmesh(*args, "--set", "worker.num_workers=1"),
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -152,7 +154,7 @@ def test_no_secret_of_a_process_is_in_its_logs_or_its_output_file(tmp_path: Path
         assert [secret for secret in secrets if secret in text] == [], name
 
 
-def test_registered_secrets_are_hidden_in_every_form_and_others_by_a_net() -> None:
+def test_registered_secrets_are_hidden_in_every_form_and_others_by_patterns() -> None:
     register_secret('pass"w\xf6rd/1')
     register_content('{"hub_public": "public-part-of-key", "hub_secret": "z85(secret)%part"}')
     text = 'a pass"w\xf6rd/1 b pass\\"w\\u00f6rd/1 c pass%22w%C3%B6rd%2F1 d z85(secret)%part'

@@ -1,4 +1,4 @@
-"""Attacks on a trainer's ranks: messages of strangers to the controller of a running crew."""
+"""Attacks on a trainer's ranks: messages of strangers to the controller of a running rank group."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -30,8 +30,8 @@ ATTACKS: list[AnyMessage] = [
 ]
 
 
-class Led:
-    """A crew of two ranks, its controller's hub, and the address that ranks dial."""
+class TwoRanks:
+    """Two ranks, their controller's hub, and the address that ranks connect to."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -51,13 +51,13 @@ class Led:
         ]
 
     def sum_of_ranks(self) -> float:
-        """What a collective call of both ranks gives."""
+        """The result of a collective call of both ranks."""
         body = encode_values(((1.0,), {}, None))
         bodies = self.hub.call("sums", "all_of", NO_STEP, (body, body)).result(WAIT_S)
         return float(decode_values(bodies[0])["total"])
 
     def attack(self, name: str) -> None:
-        """Send every attack under this route; returns when the controller has received them."""
+        """Send every attack under this route; return when the controller has received them."""
         before, until_s = self.hub.num_foreign, time.monotonic() + WAIT_S
         with closing_dialer(self.address, name) as stranger:
             for message in ATTACKS:
@@ -73,8 +73,8 @@ def closing_dialer(address: str, name: str) -> Iterator[Dialer]:
         yield dialer
 
 
-def test_a_strangers_messages_change_nothing_in_a_running_crew() -> None:
-    led = Led()
+def test_a_strangers_messages_change_nothing_in_a_running_rank_group() -> None:
+    led = TwoRanks()
     with capture_logs() as logged:
         led.hub.start()
         try:
@@ -91,8 +91,8 @@ def test_a_strangers_messages_change_nothing_in_a_running_crew() -> None:
     assert "ranks.lost" not in events
 
 
-def test_a_stranger_that_comes_before_the_ranks_does_not_choose_where_they_meet() -> None:
-    led = Led()
+def test_a_stranger_that_connects_before_the_ranks_does_not_choose_their_rendezvous() -> None:
+    led = TwoRanks()
     with closing_dialer(led.address, "rank-0") as stranger:
         for message in ATTACKS:
             assert stranger.send(Packet(message))

@@ -1,4 +1,6 @@
-"""Attacks on results: forged, malformed and unasked ones, and the memory of peers without proof."""
+"""Attacks on results: forged, malformed and unrequested ones, and the memory of peers without
+proof.
+"""
 
 import asyncio
 import base64
@@ -54,8 +56,8 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
         yield mesh
 
 
-class HandWorker:
-    """A worker by hand: it joins the router and does with its groups what the test says."""
+class ScriptedWorker:
+    """A scripted worker: it joins the router and handles its groups as the test specifies."""
 
     def __init__(self, mesh: Mesh, name: str, env: str) -> None:
         self._name = name
@@ -64,7 +66,7 @@ class HandWorker:
         self._sinks: list[Dialer] = []
 
     def next_run(self) -> RunGroup:
-        """The next group that the router gives to it."""
+        """The next group that the router assigns to it."""
         end_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < end_s:
             wait([self._router], None, 0.05)
@@ -77,7 +79,7 @@ class HandWorker:
         raise AssertionError("no group came")
 
     def deliver(self, run: RunGroup, record: bytes, *buffers: bytes) -> AnyMessage:
-        """Send this as the result of the group; what the sink answers."""
+        """Send `record` as the result of the group; return the sink's answer."""
         finished = GroupFinished(run.group_id, run.attempt, self._name, True, run.ticket)
         return answer_to(run.sink, Packet(finished, "", record, buffers))
 
@@ -87,7 +89,7 @@ class HandWorker:
 
 
 def answer_to(sink: str, packet: Packet) -> AnyMessage:
-    """What the sink answers to this."""
+    """The sink's answer to this packet."""
     with closing(Dialer(sink, "peer")) as dialer:
         dialer.send(packet)
         end_s = time.monotonic() + PATIENCE_S
@@ -116,30 +118,31 @@ def record_of(index: int = 0, *nodes: NodeRow, messages: bytes = b"[]") -> bytes
     return body.replace(b'"messages":[]', b'"messages":' + messages)
 
 
-def run_forger(words: list[str]) -> None:
-    argv = [sys.executable, str(FORGER), *words]
+def run_forger(args: list[str]) -> None:
+    argv = [sys.executable, str(FORGER), *args]
     done = subprocess.run(argv, capture_output=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr.decode()
 
 
 async def test_a_process_that_was_given_no_group_sets_no_reward(mesh: Mesh) -> None:
-    """It joins as a worker of its own name, knows every id, and sends each with reward 1.0."""
+    """The process joins under its own name, knows every id, and sends reward 1.0 for each."""
     env = mesh.write_env("honest", HONEST)
     client = mesh.client()
-    asked = [ask(client, env) for _ in range(NUM_ROLLOUTS)]
-    words = [mesh.router.ready.address, client.address, asked[0].run_id, str(NUM_ROLLOUTS)]
-    await asyncio.to_thread(run_forger, words)
+    requested = [ask(client, env) for _ in range(NUM_ROLLOUTS)]
+    args = [mesh.router.ready.address, client.address, requested[0].run_id, str(NUM_ROLLOUTS)]
+    await asyncio.to_thread(run_forger, args)
     assert client.take(timeout_s=0) == []
     await asyncio.to_thread(mesh.worker, "w0", env)
     arrivals = await take(client, NUM_ROLLOUTS)
-    assert {each.group_id for each in arrivals} == set(asked)
+    assert {each.group_id for each in arrivals} == set(requested)
     for each in arrivals:
         assert isinstance(each, Finished)
         assert each.worker_id == "w0"
         assert [rollout.reward for rollout in each.record.rollouts] == [HONEST_REWARD]
-    # What has been taken is acknowledged as a duplicate, so that an honest worker can free it.
-    late = Packet(GroupFinished(asked[0], 2, "w1", True), "", record_of(), (b"", b""))
-    assert await asyncio.to_thread(answer_to, client.address, late) == GroupAcked(asked[0], 2, True)
+    # An accepted result is acknowledged as a duplicate, so that an honest worker can free it.
+    first = requested[0]
+    late = Packet(GroupFinished(first, 2, "w1", True), "", record_of(), (b"", b""))
+    assert await asyncio.to_thread(answer_to, client.address, late) == GroupAcked(first, 2, True)
 
 
 MALFORMED: dict[str, tuple[bytes, bytes, bytes]] = {
@@ -158,7 +161,7 @@ async def test_a_malformed_result_is_a_failed_attempt_and_the_next_is_taken(
 ) -> None:
     env = mesh.write_env("honest", HONEST)
     client = mesh.client()
-    skewed = HandWorker(mesh, "skewed", env)
+    skewed = ScriptedWorker(mesh, "skewed", env)
     with capture_logs() as logged:
         group_id = ask(client, env)
         run = await asyncio.to_thread(skewed.next_run)
@@ -178,7 +181,7 @@ async def test_a_malformed_result_is_a_failed_attempt_and_the_next_is_taken(
 
 
 def assert_nowhere_readable(ticket: bytes, mesh: Mesh) -> None:
-    """The ticket is in no file that others may read, and not in the status."""
+    """Check that the ticket is in no file that other users may read, and not in the status."""
     assert len(ticket) == 16
     forms = (ticket, ticket.hex().encode(), base64.b64encode(ticket), repr(ticket).encode()[2:-1])
     status = repr(mesh.status()).encode()
@@ -193,7 +196,7 @@ def assert_nowhere_readable(ticket: bytes, mesh: Mesh) -> None:
         assert not any(form in content for form in forms), file
 
 
-async def test_ids_that_were_never_asked_for_are_refused(mesh: Mesh) -> None:
+async def test_ids_that_were_never_requested_are_refused(mesh: Mesh) -> None:
     client = mesh.client()
     group_id = ask(client, "echo")
     for unasked in (GroupId(group_id.run_id, 2**62), GroupId("another-run", 0)):
@@ -207,7 +210,7 @@ async def test_ids_that_were_never_asked_for_are_refused(mesh: Mesh) -> None:
 
 async def test_a_result_of_64_mib_and_a_long_transcript_arrive_whole(mesh: Mesh) -> None:
     client = mesh.client()
-    worker = HandWorker(mesh, "w0", "echo")
+    worker = ScriptedWorker(mesh, "w0", "echo")
     ask(client, "echo")
     run = await asyncio.to_thread(worker.next_run)
     token_ids = np.arange(16 * MB, dtype=np.int32)
@@ -224,7 +227,7 @@ async def test_a_result_of_64_mib_and_a_long_transcript_arrive_whole(mesh: Mesh)
 
 @contextmanager
 def stranger(address: str) -> Iterator[socket.socket]:
-    """A connection that has exchanged greetings and shown nothing."""
+    """A connection that has exchanged greetings and proved nothing."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     with closing(socket.create_connection((host, int(port)), PATIENCE_S)) as connection:
         connection.sendall(GREETING)
@@ -235,7 +238,7 @@ def stranger(address: str) -> Iterator[socket.socket]:
 
 
 def is_cut(connection: socket.socket) -> bool:
-    """Whether the peer ends the connection; it has PATIENCE_S for that."""
+    """Whether the peer closes the connection within PATIENCE_S."""
     try:
         while connection.recv(4096):
             pass
@@ -249,7 +252,7 @@ async def test_no_hub_admits_a_long_frame_of_a_stranger(mesh: Mesh, num_bytes: i
     client = mesh.client()
     for address in (mesh.router.ready.address, client.address):
         with stranger(address) as connection:
-            connection.settimeout(5.0)  # less than a silent stranger has
+            connection.settimeout(5.0)  # shorter than the limit of a silent stranger
             connection.sendall(b"\x06" + struct.pack(">Q", num_bytes) + bytes(1000))
             assert await asyncio.to_thread(is_cut, connection)
 
@@ -268,7 +271,7 @@ client.close()
 
 
 def gathered_and_given_back(address: str, pid: int) -> bool:
-    """Whether the memory of a message without an end has gone after its sender."""
+    """Whether the memory of a message without an end is freed after its sender has gone."""
     process = psutil.Process(pid)
     before = process.memory_info().rss
     with stranger(address) as connection:
@@ -287,8 +290,8 @@ async def test_memory_of_a_router_returns_after_a_hostile_peer_has_gone(mesh: Me
 
 
 def test_memory_of_a_client_returns_after_a_hostile_peer_has_gone(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", SINK, "tcp://127.0.0.1:1", str(tmp_path)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as popen:
+    argv = [sys.executable, "-c", SINK, "tcp://127.0.0.1:1", str(tmp_path)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as popen:
         assert popen.stdout
         address = popen.stdout.readline().decode().strip()
         assert gathered_and_given_back(address, popen.pid)

@@ -1,4 +1,6 @@
-"""Attacks on the port of an owner of tensors: memory, threads and places that strangers take."""
+"""Attacks on the port of an owner of tensors: memory, threads and connection slots used by
+strangers.
+"""
 
 import socket
 import threading
@@ -59,7 +61,7 @@ def is_cut(connected: socket.socket) -> bool:
         return True
 
 
-def test_silent_strangers_take_no_thread_and_no_place(owner: Owned) -> None:
+def test_silent_strangers_take_no_thread_and_no_connection_slot(owner: Owned) -> None:
     before = threading.active_count()
     with ExitStack() as stack:
         strangers = [stack.enter_context(dial(owner.address)) for _ in range(NUM_STRANGERS)]
@@ -72,7 +74,7 @@ def test_silent_strangers_take_no_thread_and_no_place(owner: Owned) -> None:
 
 
 def test_a_length_that_is_only_claimed_takes_no_memory(owner: Owned) -> None:
-    """Before: 64 connections of 5 bytes each took 512 MiB."""
+    """Without the limit, 64 connections of 5 bytes each took 512 MiB."""
     handles = owner.put([64])
     before = rss()
     with ExitStack() as stack:
@@ -104,8 +106,8 @@ def test_a_longer_claim_ends_its_connection(owner: Owned) -> None:
         until(lambda: is_cut(member))
 
 
-def test_an_owner_does_not_carry_what_is_its_own() -> None:
-    """It would dial itself, and the connection would not end."""
+def test_an_owner_does_not_forward_its_own_tensors() -> None:
+    """The owner would connect to itself, and the connection would not end."""
     spec = PlaneSpec(store_bytes=2**24, buffer_bytes=2**24)
     with ExitStack() as stack:
         home, other = (

@@ -24,7 +24,7 @@ def test_a_launched_worker_has_no_secret_in_its_environment(
     folder.mkdir()
     mesh = LaunchedMesh(folder, "http://127.0.0.1:9", env="echo", worker={"num_workers": 1})
     try:
-        mesh.until_ready("router", "worker-0")  # it says hello with the keys that it was handed
+        mesh.until_ready("router", "worker-0")  # it greets with the keys that launch passed to it
         pid = mesh.pids()["worker-0"]
         environ = Path(f"/proc/{pid}/environ").read_bytes()
         for secret in (b"open-sesame", b"mesh.json", b"ROLLMESH_KEYS", b"ADMIN_TOKEN"):
@@ -76,7 +76,7 @@ def readable_by_its_own_user(*, is_protected: bool) -> list[str]:
 
 
 def become_nobody() -> None:
-    """Another user, whose processes can be inspected by that user, as after exec."""
+    """Change to user nobody, whose processes that user can inspect, as after exec."""
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)

@@ -1,6 +1,7 @@
-"""The anthropic SDK, by hand: Messages with tools, each turn counted before it is asked.
+"""The anthropic SDK, used directly: Messages with tools; each turn counts its tokens before its
+call.
 
-The key goes as `x-api-key` (0.x) or as Bearer (2.x), as each generation does by itself.
+The key is sent as `x-api-key` (0.x) or as Bearer (2.x), the default of each generation.
 """
 
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.clients.drivers.toolbox import (
     SYSTEM,
     TOOL_NAME,
     TOOL_TEXT,
-    Diary,
+    ClientLog,
     Order,
     order,
 )
@@ -23,8 +24,8 @@ from tests.clients.drivers.toolbox import (
 TOOLS = [{"name": TOOL_NAME, "description": TOOL_TEXT, "input_schema": PARAMETERS}]
 
 
-def messages(client: Any, stream: bool, diary: Diary) -> None:
-    """The assistant's blocks go back as they came."""
+def messages(client: Any, stream: bool, log: ClientLog) -> None:
+    """The assistant's blocks are sent back unchanged."""
     history: list[Any] = [{"role": "user", "content": QUESTION}]
     for _ in range(MAX_TURNS):
         body: dict[str, Any] = {"messages": history, "tools": TOOLS, "system": SYSTEM}
@@ -37,12 +38,12 @@ def messages(client: Any, stream: bool, diary: Diary) -> None:
         results = []
         for block in message.content:
             if block.type == "tool_use":
-                result = diary.use(block.name, block.input)
+                result = log.use(block.name, block.input)
                 results.append({"type": "tool_result", "tool_use_id": block.id, "content": result})
             elif block.type == "thinking":
-                diary.reasoning.append(block.thinking)
+                log.reasoning.append(block.thinking)
             else:
-                diary.final = block.text
+                log.final = block.text
         if message.stop_reason != "tool_use":
             return
         history.append({"role": "user", "content": results})
@@ -57,14 +58,14 @@ def _once(client: Any, stream: bool, **body: Any) -> Any:
         return events.get_final_message()
 
 
-def play(ask: Order, diary: Diary) -> None:
+def play(ask: Order, log: ClientLog) -> None:
     """Do the task."""
     root = ask.base_url.removesuffix("/v1")
     with anthropic.Anthropic(base_url=root, api_key=ask.api_key, max_retries=0) as client:
-        messages(client, ask.stream, diary)
+        messages(client, ask.stream, log)
 
 
 if __name__ == "__main__":
-    diary = Diary(Path())
-    play(order(), diary)
-    diary.close()
+    log = ClientLog(Path())
+    play(order(), log)
+    log.close()

@@ -8,7 +8,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.prebuilt import create_react_agent
 
-from tests.clients.drivers.toolbox import QUESTION, SYSTEM, TOOL_TEXT, Diary, Order, order
+from tests.clients.drivers.toolbox import QUESTION, SYSTEM, TOOL_TEXT, ClientLog, Order, order
 
 
 def model(ask: Order) -> Any:
@@ -29,11 +29,11 @@ def model(ask: Order) -> Any:
 
 def main() -> None:
     """Run the task once."""
-    ask, diary = order(), Diary(Path())
+    ask, log = order(), ClientLog(Path())
 
     @tool(description=TOOL_TEXT)
     def bash(command: str, timeout: float = 10.0) -> str:
-        return diary.use("bash", {"command": command, "timeout": timeout})
+        return log.use("bash", {"command": command, "timeout": timeout})
 
     agent = create_react_agent(model(ask), [bash], prompt=SYSTEM)
     asked = {"messages": [{"role": "user", "content": QUESTION}]}
@@ -43,8 +43,8 @@ def main() -> None:
                 state = event
     else:
         state = agent.invoke(asked)
-    diary.final = state["messages"][-1].text
-    diary.close()
+    log.final = state["messages"][-1].text
+    log.close()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The litellm SDK, by hand: its openai, responses and anthropic providers, one task each."""
+"""The litellm SDK, used directly: its openai, responses and anthropic providers, one task each."""
 
 import os
 from pathlib import Path
 from typing import Any
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else the import fetches a list
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise the import fetches a list
 
 import litellm
 
@@ -15,7 +15,7 @@ from tests.clients.drivers.toolbox import (
     SYSTEM,
     TOOL_NAME,
     TOOL_TEXT,
-    Diary,
+    ClientLog,
     Order,
     order,
 )
@@ -23,8 +23,8 @@ from tests.clients.drivers.toolbox import (
 FUNCTION = {"name": TOOL_NAME, "description": TOOL_TEXT, "parameters": PARAMETERS}
 
 
-def chat(ask: Order, diary: Diary) -> None:
-    """`completion`: litellm translates where the provider is anthropic."""
+def chat(ask: Order, log: ClientLog) -> None:
+    """`completion`: litellm translates if the provider is anthropic."""
     provider = "anthropic" if ask.dialect == "messages" else "openai"
     root = ask.base_url.removesuffix("/v1") if provider == "anthropic" else ask.base_url
     reach = {"model": f"{provider}/policy", "api_base": root, "api_key": ask.api_key}
@@ -39,18 +39,18 @@ def chat(ask: Order, diary: Diary) -> None:
         if ask.stream:
             answer = litellm.stream_chunk_builder(list(answer), messages=messages)
         message = answer.choices[0].message
-        diary.reasoning.append(getattr(message, "reasoning_content", None) or "")
+        log.reasoning.append(getattr(message, "reasoning_content", None) or "")
         messages.append(message.model_dump())
         if not message.tool_calls:
-            diary.final = message.content
+            log.final = message.content
             return
         for call in message.tool_calls:
-            result = diary.use(call.function.name, call.function.arguments)
+            result = log.use(call.function.name, call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-def responses(ask: Order, diary: Diary) -> None:
-    """`responses`: items go back as they came."""
+def responses(ask: Order, log: ClientLog) -> None:
+    """`responses`: items are sent back unchanged."""
     items: list[Any] = [{"role": "user", "content": QUESTION}]
     tools = [{"type": "function", **FUNCTION}]
     for _ in range(MAX_TURNS):
@@ -74,13 +74,13 @@ def responses(ask: Order, diary: Diary) -> None:
                 calls.append(read)
             elif read["type"] == "reasoning":
                 parts = read.get("content") or read["summary"]
-                diary.reasoning.append("".join(part["text"] for part in parts))
+                log.reasoning.append("".join(part["text"] for part in parts))
             elif read["type"] == "message":
-                diary.final = read["content"][0]["text"]
+                log.final = read["content"][0]["text"]
         if not calls:
             return
         for call in calls:
-            result = diary.use(call["name"], call["arguments"])
+            result = log.use(call["name"], call["arguments"])
             items.append(
                 {"type": "function_call_output", "call_id": call["call_id"], "output": result}
             )
@@ -88,9 +88,9 @@ def responses(ask: Order, diary: Diary) -> None:
 
 def main() -> None:
     """Run the task once."""
-    ask, diary = order(), Diary(Path())
-    (responses if ask.dialect == "responses" else chat)(ask, diary)
-    diary.close()
+    ask, log = order(), ClientLog(Path())
+    (responses if ask.dialect == "responses" else chat)(ask, log)
+    log.close()
 
 
 if __name__ == "__main__":

@@ -14,18 +14,18 @@ from agents import (
 )
 from openai import AsyncOpenAI
 
-from tests.clients.drivers.toolbox import QUESTION, SYSTEM, Diary, order
+from tests.clients.drivers.toolbox import QUESTION, SYSTEM, ClientLog, order
 
 
 async def main() -> None:
     """Run the task once."""
-    ask, diary = order(), Diary(Path())
+    ask, log = order(), ClientLog(Path())
     set_tracing_disabled(True)
 
     @function_tool
     def bash(command: str, timeout: float) -> str:
         """Run a command in a shell and get what it prints."""
-        return diary.use("bash", {"command": command, "timeout": timeout})
+        return log.use("bash", {"command": command, "timeout": timeout})
 
     client = AsyncOpenAI(base_url=ask.base_url, api_key=ask.api_key, max_retries=0)
     kind: Any = OpenAIResponsesModel if ask.dialect == "responses" else OpenAIChatCompletionsModel
@@ -36,8 +36,8 @@ async def main() -> None:
             pass
     else:
         run = await Runner.run(agent, QUESTION)
-    diary.final = run.final_output
-    diary.close()
+    log.final = run.final_output
+    log.close()
 
 
 if __name__ == "__main__":

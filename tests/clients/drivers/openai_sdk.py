@@ -1,7 +1,7 @@
-"""The openai SDK, by hand: Chat Completions and Responses, histories kept by the caller.
+"""The openai SDK, used directly: Chat Completions and Responses, histories kept by the caller.
 
-`responses` resends all items, `responses-linked` sends only what is new and names the response
-before (`previous_response_id`).
+`responses` resends all items, `responses-linked` sends only new items and names the previous
+response (`previous_response_id`).
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.clients.drivers.toolbox import (
     SYSTEM,
     TOOL_NAME,
     TOOL_TEXT,
-    Diary,
+    ClientLog,
     Order,
     order,
 )
@@ -24,8 +24,8 @@ from tests.clients.drivers.toolbox import (
 FUNCTION = {"name": TOOL_NAME, "description": TOOL_TEXT, "parameters": PARAMETERS}
 
 
-def chat(client: Any, ask: Order, diary: Diary) -> None:
-    """The assistant's message goes back as it came."""
+def chat(client: Any, ask: Order, log: ClientLog) -> None:
+    """The assistant's message is sent back unchanged."""
     messages: list[Any] = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": QUESTION},
@@ -33,13 +33,13 @@ def chat(client: Any, ask: Order, diary: Diary) -> None:
     tools = [{"type": "function", "function": FUNCTION}]
     for _ in range(MAX_TURNS):
         message = _chat_once(client, ask.stream, messages=messages, tools=tools)
-        diary.reasoning.append(getattr(message, "reasoning_content", None) or "")
+        log.reasoning.append(getattr(message, "reasoning_content", None) or "")
         messages.append(message.model_dump(exclude_none=True))
         if not message.tool_calls:
-            diary.final = message.content
+            log.final = message.content
             return
         for call in message.tool_calls:
-            result = diary.use(call.function.name, call.function.arguments)
+            result = log.use(call.function.name, call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
@@ -53,8 +53,8 @@ def _chat_once(client: Any, stream: bool, **body: Any) -> Any:
         return events.get_final_completion().choices[0].message
 
 
-def responses(client: Any, ask: Order, diary: Diary) -> None:
-    """The items of a response go back as they came, or are named."""
+def responses(client: Any, ask: Order, log: ClientLog) -> None:
+    """The items of a response are sent back unchanged, or named."""
     linked = ask.dialect == "responses-linked"
     items: list[Any] = [{"role": "user", "content": QUESTION}]
     tools = [{"type": "function", **FUNCTION}]
@@ -72,12 +72,12 @@ def responses(client: Any, ask: Order, diary: Diary) -> None:
             if item.type == "function_call":
                 calls.append(item)
             elif item.type == "reasoning":
-                diary.reasoning.append("".join(p.text for p in item.content or item.summary))
+                log.reasoning.append("".join(p.text for p in item.content or item.summary))
         if not calls:
-            diary.final = response.output_text
+            log.final = response.output_text
             return
         for call in calls:
-            result = diary.use(call.name, call.arguments)
+            result = log.use(call.name, call.arguments)
             items.append(
                 {"type": "function_call_output", "call_id": call.call_id, "output": result}
             )
@@ -92,13 +92,13 @@ def _respond_once(client: Any, stream: bool, **body: Any) -> Any:
         return events.get_final_response()
 
 
-def play(ask: Order, diary: Diary) -> None:
+def play(ask: Order, log: ClientLog) -> None:
     """Do the task."""
     with openai.OpenAI(base_url=ask.base_url, api_key=ask.api_key, max_retries=0) as client:
-        (chat if ask.dialect == "chat" else responses)(client, ask, diary)
+        (chat if ask.dialect == "chat" else responses)(client, ask, log)
 
 
 if __name__ == "__main__":
-    diary = Diary(Path())
-    play(order(), diary)
-    diary.close()
+    log = ClientLog(Path())
+    play(order(), log)
+    log.close()

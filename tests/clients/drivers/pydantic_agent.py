@@ -10,7 +10,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from tests.clients.drivers.toolbox import QUESTION, SYSTEM, Diary, Order, order
+from tests.clients.drivers.toolbox import QUESTION, SYSTEM, ClientLog, Order, order
 
 
 def model(ask: Order) -> Any:
@@ -26,22 +26,22 @@ def model(ask: Order) -> Any:
 
 async def main() -> None:
     """Run the task once."""
-    ask, diary = order(), Diary(Path())
+    ask, log = order(), ClientLog(Path())
     agent = Agent(model(ask), system_prompt=SYSTEM)
 
     @agent.tool_plain(sequential=True)
     def bash(command: str, timeout: float = 10.0) -> str:
         """Run a command in a shell and get what it prints."""
-        return diary.use("bash", {"command": command, "timeout": timeout})
+        return log.use("bash", {"command": command, "timeout": timeout})
 
     if ask.stream:
         async with agent.run_stream_events(QUESTION) as events:
             async for event in events:
                 if isinstance(event, AgentRunResultEvent):
-                    diary.final = event.result.output
+                    log.final = event.result.output
     else:
-        diary.final = (await agent.run(QUESTION)).output
-    diary.close()
+        log.final = (await agent.run(QUESTION)).output
+    log.close()
 
 
 if __name__ == "__main__":

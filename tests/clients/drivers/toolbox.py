@@ -1,9 +1,9 @@
-"""What every driver shares: the task, the one tool, and the report on stdout.
+"""Shared code of the drivers: the task, the one tool, and the report on stdout.
 
-A driver runs in its client's own environment, so this imports the standard library alone. Called as
-`python driver.py BASE_URL API_KEY DIALECT plain|stream` in the folder of the task's files; its last
-line is what the client saw. `play` of the drivers of this environment's own SDKs also runs in the
-test's process.
+A driver runs in its client's own environment, so this imports only the standard library. It is
+called as `python driver.py BASE_URL API_KEY DIALECT plain|stream` in the folder of the task's
+files; its last line is the report of the model's output that the client saw. `play` of the drivers
+of this environment's own SDKs also runs in the test's process.
 """
 
 import json
@@ -37,13 +37,13 @@ class Order(NamedTuple):
 
 
 def order() -> Order:
-    """What the test asked for."""
+    """Parse the command line."""
     base_url, api_key, dialect, mode = sys.argv[1:5]
     return Order(base_url, api_key, dialect, mode == "stream")
 
 
-class Diary:
-    """What the client saw of the model."""
+class ClientLog:
+    """The model's output that the client saw."""
 
     def __init__(self, work: Path) -> None:
         self._work = work
@@ -52,17 +52,17 @@ class Diary:
         self.final = ""
 
     def use(self, name: str, arguments: Any) -> str:
-        """Run a call of the model's; its arguments as JSON text or read."""
+        """Run a call of the model; its arguments are JSON text or already parsed."""
         values = json.loads(arguments) if isinstance(arguments, str) else arguments
         self.calls.append((name, values))
         return self._bash(**values)
 
     def report(self) -> str:
-        """What the test wants to know."""
+        """The report as JSON."""
         return json.dumps({"final": self.final, "calls": self.calls, "reasoning": self.reasoning})
 
     def close(self) -> None:
-        """Say it to the test."""
+        """Print the report for the test."""
         sys.stdout.write(self.report() + "\n")
 
     def _bash(self, command: str, timeout: float = 10.0) -> str:

@@ -1,8 +1,8 @@
-"""Lets PyPI's torchvision be imported beside a torch built for CPUs.
+"""Let PyPI's torchvision be imported beside a torch built for CPUs.
 
 Its wheel is built for CUDA and cannot load its operators there; `_meta_registrations` describes
-them to torch, which then has none of that name and refuses. SGLang wants torchvision's transforms
-alone, so that module is put in place empty. Python runs this file at its start, by its name.
+them to torch, which does not have them and refuses. SGLang needs only torchvision's transforms, so
+an empty module replaces that one. Python runs this file at its start, because of its name.
 """
 
 import sys

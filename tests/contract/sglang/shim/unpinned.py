@@ -1,7 +1,7 @@
-"""Pinned memory, absent: what asks for it gets plain memory.
+"""Replace pinned memory by plain memory.
 
-SGLang's adapters pin theirs, for copies to an accelerator, and torch refuses where there is none.
-Where memory lies changes no number. Imported by sgl_kernel, which all processes of SGLang import.
+SGLang's adapters pin theirs, for copies to an accelerator, and torch refuses without one. Where
+memory is allocated changes no number. Imported by sgl_kernel, which all processes of SGLang import.
 """
 
 import functools
@@ -12,7 +12,7 @@ import torch
 
 
 def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same, but for `pin_memory`."""
+    """Wrap a function to ignore `pin_memory`."""
 
     @functools.wraps(make)
     def plain(*args: Any, pin_memory: bool = False, **fields: Any) -> torch.Tensor:
@@ -22,7 +22,7 @@ def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def keep(tensor: torch.Tensor, *_args: object) -> torch.Tensor:
-    """Tensor.pin_memory."""
+    """A replacement of Tensor.pin_memory."""
     return tensor
 
 

@@ -1,8 +1,8 @@
-"""SGLang's kernels, absent: every name can be imported, and says so when it is called.
+"""A stub of SGLang's kernels: every name can be imported, and raises when it is called.
 
-Their CPU wheel is not published. On a CPU without AMX SGLang takes torch's own operators instead,
-but imports the kernels' names all the same. Invariant: nothing here computes anything, so a path
-that would need a kernel fails rather than answer wrongly.
+Their CPU wheel is not published. On a CPU without AMX SGLang uses torch's own operators instead,
+but still imports the kernels' names. Nothing here computes anything, so a path that needs a kernel
+fails rather than answers wrongly.
 """
 
 import sys
@@ -21,7 +21,7 @@ FETCHED = (
 
 
 def absent(name: str) -> Callable[..., NoReturn]:
-    """A function of that name that tells its absence; private names are truly missing."""
+    """Return a function of that name that raises; private names are really missing."""
     if name.startswith("__"):
         raise AttributeError(name)
 
@@ -35,5 +35,5 @@ __getattr__ = absent
 for part in PARTS:
     module = sys.modules[f"{__name__}.{part}"] = ModuleType(f"{__name__}.{part}")
     vars(module)["__getattr__"] = absent
-for part in FETCHED.split():  # no others: SGLang asks of them whether they are there
+for part in FETCHED.split():  # no other modules: SGLang checks whether they exist
     setattr(torch.ops.sgl_kernel, f"fused_{part}_cpu", absent(f"fused_{part}_cpu"))

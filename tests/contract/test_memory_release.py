@@ -1,7 +1,7 @@
-"""The contract of memory: given up and taken again, with weights loaded behind it.
+"""The contract of memory: released and resumed, with weights loaded afterwards.
 
-SGLang without --enable-memory-saver, as on a CPU, answers alike and keeps its memory; what is held
-against it here holds with and without.
+SGLang without --enable-memory-saver, as on a CPU, answers the same and keeps its memory; these
+tests pass with and without it.
 """
 
 import asyncio
@@ -13,14 +13,14 @@ GREEDY: Json = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
 async def load(engine: EngineUnderContract, name: str) -> None:
-    """The weights that it was started with, under that name."""
+    """Load the weights of the start, under that name."""
     response = await engine.post(
         "/update_weights_from_disk", model_path=engine.model_path, weight_version=name
     )
     assert response.json()["success"], response.text
 
 
-async def test_an_engine_that_gave_its_memory_up_samples_the_same_once_weights_are_loaded_again(
+async def test_an_engine_that_released_its_memory_samples_the_same_after_a_load(
     engine: EngineUnderContract,
 ) -> None:
     before = await engine.generate(PROMPT, sampling_params=GREEDY)
@@ -42,7 +42,7 @@ async def test_an_engine_that_gave_its_memory_up_samples_the_same_once_weights_a
     assert (await engine.get("/model_info"))["weight_version"] == called
 
 
-async def test_what_is_asked_for_without_weights_waits_for_them(
+async def test_requests_without_weights_wait_for_them(
     engine: EngineUnderContract,
 ) -> None:
     info = await engine.get("/server_info")

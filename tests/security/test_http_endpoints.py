@@ -44,7 +44,7 @@ def served(bound: socket.socket) -> StatusApp:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Of a status endpoint on loopback, which has no token."""
+    """The port of a status endpoint on loopback, which has no token."""
     with listen("127.0.0.1:0") as bound:
         face = served(bound)
         yield bound.getsockname()[1]
@@ -135,7 +135,9 @@ def test_a_request_to_the_gateway_has_exactly_one_host(
         ("/nowhere", 404),
     ],
 )
-async def test_the_page_refuses_what_it_cannot_read(tmp_path: Path, path: str, status: int) -> None:
+async def test_the_page_refuses_requests_that_it_cannot_parse(
+    tmp_path: Path, path: str, status: int
+) -> None:
     run = FakeRun(tmp_path / "demo")
     run.add_steps(1)
     reader = RunReader(run.folder)

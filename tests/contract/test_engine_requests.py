@@ -1,8 +1,9 @@
-"""The contract as our own client needs it: legs read, parked, resumed and turned away by an engine.
+"""The contract of engine requests as rollmesh's client makes them: read, parked, resumed and
+refused.
 
-Greedy tokens prove themselves: whatever cuts a turn, it must read as one that nothing cut. But for
-ties: a prompt is not computed in the order of a decode, so two tokens equally likely may change
-places, and what follows them differs rightly.
+Greedy tokens prove themselves: a turn that was cut must read as one that was not, except for ties:
+a prompt is not computed in the order of a decode, so two equally likely tokens may swap, and the
+tokens after them may differ.
 """
 
 import asyncio
@@ -21,14 +22,14 @@ from tests.contract.engines import WAIT_S, EngineUnderContract
 
 PROMPT = [5, 6, 7, 8]
 END_TOKEN = 256
-"""Of the contract's model; pushed down, so that turns end by their length."""
+"""The end token of the contract's model; pushed down, so that turns end by their length."""
 TO_THE_END = 2**31
 TIE = 1e-3
-"""The likeliest tokens of two ways to compute a place are equally likely within this."""
+"""Log-prob difference within which the likeliest tokens count as equally likely."""
 
 
 class Caller:
-    """A sampler before one engine."""
+    """A sampler in front of one engine."""
 
     def __init__(self, url: str, policy_version: int) -> None:
         """`policy_version` is the engine's, which other tests may have updated."""
@@ -74,7 +75,7 @@ async def caller(engine: EngineUnderContract) -> AsyncIterator[Caller]:
 
 
 def assert_reads_alike(found: Generation, expected: Generation) -> None:
-    """Both are greedy: up to the first tie each token and its log-prob are the same."""
+    """Check that two greedy outputs have the same tokens and log-probs up to the first tie."""
     assert found.state is GenerationState.COMMITTED, found.error
     assert len(found.token_ids) == len(expected.token_ids)
     for at, (mine, theirs) in enumerate(zip(found.token_ids, expected.token_ids, strict=True)):
@@ -90,7 +91,7 @@ async def until(is_so: Callable[[], object]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_streamed_and_plain_legs_bring_the_same(caller: Caller) -> None:
+async def test_streamed_and_plain_requests_return_the_same(caller: Caller) -> None:
     plain = await caller.turn(40)
     assert len(plain.token_ids) == 40
     assert END_TOKEN not in plain.token_ids
@@ -99,7 +100,7 @@ async def test_streamed_and_plain_legs_bring_the_same(caller: Caller) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_likeliest_tokens_come_with_each_token(caller: Caller, stream: bool) -> None:
+async def test_likeliest_tokens_are_returned_with_each_token(caller: Caller, stream: bool) -> None:
     generation = caller.start(12, stream=stream, num_top_logprobs=3)
     await generation.wait(TO_THE_END)
     assert [len(place) for place in generation.top_logprobs] == [3] * 12
@@ -109,7 +110,7 @@ async def test_likeliest_tokens_come_with_each_token(caller: Caller, stream: boo
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_parked_turn_is_over_at_the_engine_and_goes_on_as_if_uncut(
+async def test_parked_turn_ends_at_the_engine_and_resumes_exactly(
     engine: EngineUnderContract, caller: Caller, stream: bool
 ) -> None:
     uncut = await caller.turn(400)
@@ -129,19 +130,19 @@ async def test_parked_turn_is_over_at_the_engine_and_goes_on_as_if_uncut(
     assert_reads_alike(generation, uncut)
 
 
-async def test_ready_json_of_a_prompt_is_read_as_its_ids(caller: Caller) -> None:
+async def test_prepared_json_of_a_prompt_is_read_as_its_ids(caller: Caller) -> None:
     ready = ",".join(map(str, PROMPT)).encode()
     assert await caller.tokens(8, prompt_json=ready) == await caller.tokens(8)
 
 
-async def test_legs_beyond_the_queue_wait_their_turn(caller: Caller) -> None:
+async def test_requests_beyond_the_queue_wait_their_turn(caller: Caller) -> None:
     expected = await caller.turn(60)
     for found in await asyncio.gather(*(caller.turn(60) for _ in range(110))):
         assert_reads_alike(found, expected)
     assert caller.faults == []
 
 
-async def test_grammar_that_is_wrong_is_refused_and_a_right_one_is_kept(caller: Caller) -> None:
+async def test_an_invalid_grammar_is_refused_and_a_valid_one_is_kept(caller: Caller) -> None:
     wrong = caller.start(8, params={"grammar": OutputGrammar("regex", "(")})
     await wrong.wait(TO_THE_END)
     assert type(wrong.error).__name__ == "EngineRefused"

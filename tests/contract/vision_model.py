@@ -1,7 +1,7 @@
-"""A tiny random model that sees, and pictures for it.
+"""A tiny random vision model, and pictures for it.
 
-Invariant: the same on every call; its processor makes one token of 32 by 32 pixels, so that images
-of different sizes are of different lengths in the engine. Driven by test_images.py.
+It is the same on every call; its processor makes one token of 32 by 32 pixels, so that images of
+different sizes have different lengths in the engine.
 """
 
 import base64
@@ -30,7 +30,7 @@ _MARKS = {
 
 
 def write_seeing_model(folder: Path) -> Path:
-    """A Qwen3-VL of two layers for text and two for images; returns the folder."""
+    """Write a Qwen3-VL of two layers for text and two for images; return the folder."""
     write_large_folder(folder, "qwen3_vl")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = {f"{name}_id": tokenizer.token_to_id(mark) for name, mark in _MARKS.items()}
@@ -46,7 +46,7 @@ def write_seeing_model(folder: Path) -> Path:
         "max_position_embeddings": 4096,
         "rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5]},
         "eos_token_id": end,
-        "initializer_range": 0.2,  # or all tokens would be as likely, whatever is shown
+        "initializer_range": 0.2,  # else all tokens are equally likely
     }
     sight = {
         "depth": 2,
@@ -81,7 +81,7 @@ def _add(path: Path, **more: Any) -> None:
 
 
 def picture(width: int, height: int, colour: tuple[int, int, int]) -> str:
-    """The address of a PNG in one colour."""
+    """Return the data address of a PNG in one colour."""
     row = b"\0" + bytes(colour) * width
     chunks = [
         (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
