@@ -47,8 +47,7 @@ from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.process import request_settings
 from rollmesh.trainer.reports.exactness import FenceRequested
-from rollmesh.trainer.reports.records import RunRecords
-from rollmesh.trainer.reports.summary import Tally
+from rollmesh.trainer.reports.records import RunRecords, Tally
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.trainer.weights.publisher import PublishReport
 from rollmesh.trainer.weights.verdicts import Probe

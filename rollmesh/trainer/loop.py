@@ -51,8 +51,7 @@ from rollmesh.trainer.reports.exactness import (
     GapFindings,
     find_gaps,
 )
-from rollmesh.trainer.reports.records import RunRecords, restarts_of
-from rollmesh.trainer.reports.summary import Tally, share, write_summary
+from rollmesh.trainer.reports.records import RunRecords, Tally, restarts_of, share, write_summary
 from rollmesh.trainer.weights.folder import PublishFn, RefusalMonitor, WeightVersions
 from rollmesh.trainer.weights.verdicts import Probe
 

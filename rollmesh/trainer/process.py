@@ -44,8 +44,7 @@ from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.ranks import resolve_device
 from rollmesh.trainer.reports.exactness import FenceRequested
 from rollmesh.trainer.reports.learning_curve import draw_learning
-from rollmesh.trainer.reports.records import RunRecords, restarts_of
-from rollmesh.trainer.reports.summary import Tally, write_summary
+from rollmesh.trainer.reports.records import RunRecords, Tally, restarts_of, write_summary
 from rollmesh.trainer.staleness import Staleness
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.wire.keys import Role, read_keys

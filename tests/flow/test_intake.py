@@ -22,8 +22,7 @@ from rollmesh.trainer.pacing.pacer import Batch, Pacer
 from rollmesh.trainer.pacing.ready_queue import SampleAllocator, StoreAllocator, copy_samples
 from rollmesh.trainer.pacing.requester import RequestSettings
 from rollmesh.trainer.ranked import RankedPolicy
-from rollmesh.trainer.reports.records import RunRecords
-from rollmesh.trainer.reports.summary import Tally
+from rollmesh.trainer.reports.records import RunRecords, Tally
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from tests.flow.intake_roles import where
 from tests.flow.rank_group import plan, serving_runtime

@@ -21,8 +21,7 @@ from rollmesh.serve.client.journal import History
 from rollmesh.serve.client.journal_entries import num_in
 from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, plan_recovery
 from rollmesh.trainer.checkpoints.store import CheckpointStore, SavedCheckpoint
-from rollmesh.trainer.reports.records import RunRecords, read_recoveries
-from rollmesh.trainer.reports.summary import Tally
+from rollmesh.trainer.reports.records import RunRecords, Tally, read_recoveries
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings, StalenessState
 from rollmesh.wire.keys import Role, read_keys
 

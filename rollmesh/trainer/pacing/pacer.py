@@ -59,8 +59,7 @@ from rollmesh.trainer.pacing.ready_queue import (
     cut_group,
 )
 from rollmesh.trainer.pacing.requester import GroupRequester, GroupSource, RequestSettings
-from rollmesh.trainer.reports.records import DropLedger, RunRecords
-from rollmesh.trainer.reports.summary import Tally, mean
+from rollmesh.trainer.reports.records import DropLedger, RunRecords, Tally, mean
 from rollmesh.trainer.staleness import StalenessManager, StalenessState
 
 NUM_ALIKE = 16

@@ -22,7 +22,7 @@ from rollmesh.serve.client.arrivals import Arrival, Unopened
 from rollmesh.serve.client.journal_entries import Again
 from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
 from rollmesh.trainer.pacing.lifecycle import GroupLifecycle, GroupRequest, GroupRequested
-from rollmesh.trainer.reports.summary import Tally
+from rollmesh.trainer.reports.records import Tally
 
 SPLIT = "train"
 

@@ -1,1 +1,1 @@
-"""Records, summary and figures of a run, and measurements of how exact its samples are."""
+"""Records and figures of a run, and measurements of how exact its samples are."""

@@ -36,8 +36,7 @@ from rollmesh.trainer.pacing.ready_queue import LocalAllocator, ReadyGroup
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.process import request_settings
 from rollmesh.trainer.reports.exactness import FenceRequested
-from rollmesh.trainer.reports.records import RunRecords
-from rollmesh.trainer.reports.summary import Tally
+from rollmesh.trainer.reports.records import RunRecords, Tally
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.wire.frames import Packet, encode_record
 from rollmesh.wire.messages import (

@@ -21,8 +21,7 @@ from rollmesh.trainer.checkpoints.recovery import ResumePoint
 from rollmesh.trainer.checkpoints.recovery_plan import LoopState, plan_recovery
 from rollmesh.trainer.checkpoints.store import CheckpointStore, SavedCheckpoint
 from rollmesh.trainer.pacing import pacer
-from rollmesh.trainer.reports.records import RunRecords, read_recoveries, restarts_of
-from rollmesh.trainer.reports.summary import Tally
+from rollmesh.trainer.reports.records import RunRecords, Tally, read_recoveries, restarts_of
 from rollmesh.trainer.staleness import StalenessState
 from tests.unit.trainer.pacing.pacer_stage import MANY, Stage
 from tests.unit.trainer.pacing.test_pacer import ClientThatFinishes, drop_groups

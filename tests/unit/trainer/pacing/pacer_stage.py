@@ -12,8 +12,7 @@ from rollmesh.testing.client import ScriptedClient
 from rollmesh.testing.clock import FakeClock
 from rollmesh.trainer.pacing.pacer import Batch, Pacer
 from rollmesh.trainer.pacing.requester import RequestSettings
-from rollmesh.trainer.reports.records import RunRecords
-from rollmesh.trainer.reports.summary import Tally
+from rollmesh.trainer.reports.records import RunRecords, Tally
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 
 ASKING = RequestSettings(

@@ -24,8 +24,7 @@ from rollmesh.trainer.pacing import pacer
 from rollmesh.trainer.pacing.lifecycle import SPARE_VERSIONS, VersionSteps
 from rollmesh.trainer.pacing.pacer import NUM_ALIKE, FirstFailures, GroupAccounting
 from rollmesh.trainer.pacing.ready_queue import ReadyGroup
-from rollmesh.trainer.reports.records import RunRecords
-from rollmesh.trainer.reports.summary import Tally
+from rollmesh.trainer.reports.records import RunRecords, Tally
 from tests.unit.trainer.pacing.pacer_stage import MANY, Stage
 from tests.unit.trainer.pacing.test_ready_queue import sampled_by
 

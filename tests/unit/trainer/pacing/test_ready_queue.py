@@ -43,8 +43,7 @@ from rollmesh.trainer.pacing.ready_queue import (
     without_versions,
 )
 from rollmesh.trainer.pacing.requester import RequestSettings
-from rollmesh.trainer.reports.records import RunRecords
-from rollmesh.trainer.reports.summary import Tally
+from rollmesh.trainer.reports.records import RunRecords, Tally
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from tests.unit.trainer.pacing.pacer_stage import MANY, staged
 from tests.unit.trainer.samples import new_sample

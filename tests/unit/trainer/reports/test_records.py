@@ -17,9 +17,16 @@ from rollmesh.serve.client.journal_entries import SeenRollout
 from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.clock import FakeClock
 from rollmesh.trainer.reports.exactness import GapFindings, GapStats, Origin
-from rollmesh.trainer.reports.records import DropLedger, RunRecords, open_waiting
+from rollmesh.trainer.reports.records import (
+    MAX_WORKERS,
+    OTHER_WORKERS,
+    DropLedger,
+    RunRecords,
+    Tally,
+    open_waiting,
+    write_summary,
+)
 from rollmesh.trainer.reports.selection_bias import DropLine
-from rollmesh.trainer.reports.summary import MAX_WORKERS, OTHER_WORKERS, Tally, write_summary
 
 GROUP = GroupId("r1", 3)
 
