@@ -1,4 +1,4 @@
-"""How many files of the package one chat completion and one finished group cross.
+"""Number of package files that one chat completion and one finished group cross.
 
     python -m benchmarks.files_crossed [--quick] [--json] [--check] [--only CASE,...] [--list]
 

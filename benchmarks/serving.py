@@ -253,9 +253,9 @@ def router(bench: Bench) -> None:
         growth_mb = alone.child.rss_mb() - rss_mb
         alone.figures["mb_per_100k_rollouts"] = growth_mb * 100_000 / (GROUP * num_groups)
         alone.measure("repeated_asks", lambda: alone.repeat_asks(2 * num_groups))
-        silent_reader = alone.flood_unread_peer()
-        alone.measure("groups_beside_a_deaf_peer", lambda: alone.run_groups("r2", num_groups))
-        silent_reader.close()
+        unread = alone.flood_unread_peer()
+        alone.measure("groups_beside_an_unread_peer", lambda: alone.run_groups("r2", num_groups))
+        unread.close()
         bench.note("router", alone.figures | {"rss_mb": alone.child.rss_mb()})
 
 

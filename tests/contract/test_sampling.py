@@ -101,7 +101,7 @@ async def test_the_likeliest_tokens_of_a_scored_prompt_begin_with_none(
     assert [len(top) for top in rest] == [2, 2, 2]
 
 
-async def test_logprobs_under_a_grammar_are_of_what_it_allows(
+async def test_logprobs_under_a_grammar_are_normalised_over_the_allowed_tokens(
     engine: EngineUnderContract, logits: Logits, letters: Tokenizer
 ) -> None:
     params = {"max_new_tokens": 9, "temperature": 0.5, "regex": "[abc]d"}

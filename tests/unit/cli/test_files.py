@@ -172,7 +172,7 @@ def test_keys_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     assert read_keys({"ROLLMESH_KEYS": str(folder)}) is not None
 
 
-def test_an_existing_file_is_never_overwritten(
+def test_an_existing_key_file_is_not_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "keys.json"

@@ -27,7 +27,7 @@ def test_an_unknown_verb_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixtu
     assert captured.err == f"rollmesh: unknown verb 'xyz'; choose one of {', '.join(VERBS)}\n"
 
 
-def test_a_mistyped_verb_is_answered_with_the_one_that_was_meant(
+def test_a_mistyped_verb_is_answered_with_a_suggestion(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["statsu"]) == 2

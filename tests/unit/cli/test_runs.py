@@ -73,7 +73,7 @@ def test_a_moved_run_is_resumed_in_its_new_folder(begun: Path, tmp_path: Path) -
     assert config.run.seed == 5
 
 
-def test_an_automatic_resume_starts_a_run_where_none_is_or_one_has_ended(
+def test_go_on_resumes_an_unfinished_run_and_starts_one_otherwise(
     begun: Path, tmp_path: Path
 ) -> None:
     assert settings(begun, "--go-on").trainer.num_steps == 30

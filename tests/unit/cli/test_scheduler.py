@@ -74,7 +74,7 @@ def test_a_mistake_in_the_file_is_one_line(
         ("[service]\nstall_s = -3", "[service].stall_s: -3 is not a valid time"),
     ],
 )
-def test_seconds_are_checked_before_the_service_serves(
+def test_settings_are_checked_before_the_service_starts(
     text: str, error: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "scheduler.toml"

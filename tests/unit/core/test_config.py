@@ -63,7 +63,7 @@ def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, text: str, err
         ("[trainr]\nnum_steps = 3", "'trainr'; did you mean 'trainer'? "),
     ],
 )
-def test_an_unknown_key_is_answered_with_the_one_that_was_meant(
+def test_an_unknown_key_is_answered_with_a_suggestion(
     tmp_path: Path, text: str, error: str
 ) -> None:
     assert error in refused(tmp_path, text)

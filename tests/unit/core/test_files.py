@@ -11,7 +11,7 @@ def read_text(tail: FileTail) -> list[str]:
     return [line.data.decode() for line in tail.read()]
 
 
-def test_lines_come_once_and_in_order(tmp_path: Path) -> None:
+def test_each_line_is_read_once_and_in_order(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     path.write_text("one\ntwo\n")
     tail = FileTail(path)

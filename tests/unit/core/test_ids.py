@@ -40,7 +40,7 @@ def test_a_dense_set_is_one_interval() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_intervals_include_ranges_that_overlap_touch_and_swallow(seed: int) -> None:
+def test_intervals_include_ranges_that_overlap_touch_or_contain_others(seed: int) -> None:
     rng = random.Random(seed)
     held, expected = IntervalSet(), set[int]()
     for _ in range(30):

@@ -24,7 +24,7 @@ from rollmesh.core.secret_files import (
 )
 
 
-def test_a_missing_file_is_made_random_and_for_its_owner_alone(tmp_path: Path) -> None:
+def test_a_missing_secret_file_is_created_random_and_private(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     secret = read_or_make_secret(one)
     assert stat.S_IMODE(one.stat().st_mode) == 0o600
@@ -123,7 +123,7 @@ def test_a_descriptor_is_read_once_and_closed() -> None:
         os.fstat(reading)
 
 
-def test_a_key_file_that_others_can_read_is_refused(environment: dict[str, str]) -> None:
+def test_a_key_file_that_others_can_read_is_not_handed_over(environment: dict[str, str]) -> None:
     Path(environment["ROLLMESH_KEYS"]).chmod(0o640)
     with pytest.raises(ConfigError, match="others can read it; chmod 600"):
         secrets_in(environment)

@@ -60,7 +60,7 @@ def test_update_moves_ready_engine_to_the_new_version_and_back_to_ready() -> Non
     assert bench.phase() is EnginePhase.READY
 
 
-def test_repeated_asks_are_answered_alike() -> None:
+def test_repeated_asks_get_the_same_answer() -> None:
     bench = ready(A)
     for _ in range(2):
         assert bench.ask(BeginUpdate(2, A, 1, 30.0)).ok
@@ -197,7 +197,7 @@ def test_a_restarted_sole_engine_waits_for_the_published_version() -> None:
     assert bench.phase(A) is EnginePhase.READY
 
 
-def test_ready_engine_that_is_behind_serves_on_until_its_own_update() -> None:
+def test_a_ready_engine_with_older_weights_serves_until_its_own_update() -> None:
     bench = ready(A, B)
     bench.ask(BeginUpdate(2, A, 1, 5.0))
     bench.ask(FinishUpdate(3, A, 1, True))

@@ -116,7 +116,7 @@ async def test_idle_connections_are_closed_in_time(
         assert server.num_connections == 2
 
 
-async def test_calls_at_once_have_a_connection_each_and_leave_them_to_the_next(
+async def test_concurrent_calls_have_a_connection_each_and_later_calls_reuse_them(
     client: HttpClient,
 ) -> None:
     async with serving(forever) as server:

@@ -60,7 +60,7 @@ def test_a_publisher_that_is_gone_blocks_no_other() -> None:
 
 
 @pytest.mark.parametrize("least_version", [-1, 0])
-def test_first_publisher_of_a_fleet_is_never_too_late(least_version: int) -> None:
+def test_the_first_publisher_of_a_fleet_is_never_refused(least_version: int) -> None:
     bench = Bench(settings=FleetSettings(least_version=least_version))
     bench.take(bench.fleet.step(Received(b"", JoinEngine(0, A)), bench.now_s))
     assert bench.ask(BeginUpdate(1, A, 0, 5.0)).ok

@@ -112,7 +112,7 @@ async def test_the_likeliest_tokens_are_reported_for_each_token(
     "ids",
     [{"prompt_ids": [VOCAB_SIZE]}, {"prompt_ids": [-1]}, {"prompt_ids": []}, {"sampled_ids": [-1]}],
 )
-async def test_id_that_is_no_token_never_reaches_the_engine(
+async def test_an_invalid_token_id_never_reaches_the_engine(
     engine: ScriptedEngine, client: SglangBackend, ids: dict[str, Any]
 ) -> None:
     with pytest.raises(EngineRefused):
@@ -189,7 +189,7 @@ async def test_a_closed_request_receives_nothing_more(
 
 
 @pytest.mark.parametrize(("is_incremental", "num_lines"), [(False, 1), (True, 0)])
-async def test_costly_streams_are_warned_of_once(
+async def test_costly_streams_are_logged_once(
     engine: ScriptedEngine,
     client: SglangBackend,
     is_incremental: bool,

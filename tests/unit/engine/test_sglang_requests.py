@@ -81,7 +81,7 @@ def test_grammar_is_sent_under_its_kind(kind: Any) -> None:
     assert body_of(params=params)["sampling_params"][kind] == "text"
 
 
-def test_images_and_likeliest_tokens_are_asked_for() -> None:
+def test_images_and_likeliest_tokens_are_requested() -> None:
     body = body_of(images=("data:image/png;base64,AA==", "https://a/b.png"), num_top_logprobs=3)
     assert body["image_data"] == ["data:image/png;base64,AA==", "https://a/b.png"]
     assert body["top_logprobs_num"] == 3

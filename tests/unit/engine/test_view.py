@@ -165,7 +165,7 @@ def test_session_that_moved_does_not_move_back_while_loads_are_near() -> None:
     assert [chosen(load.view, key) for key in moved] == [B] * len(moved)
 
 
-def test_sessions_do_not_move_to_an_engine_that_is_sick_or_behind() -> None:
+def test_sessions_do_not_move_to_an_engine_that_is_avoided_or_has_older_weights() -> None:
     load = UnevenLoad(num_running=40)
     load.rows = (row(A, policy_version=1, running=40), row(B, policy_version=0))
     load.push(OVERLOAD_TABLES)

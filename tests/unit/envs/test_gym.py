@@ -92,7 +92,7 @@ async def test_a_game_that_our_limit_ends_is_truncated_and_closed() -> None:
     assert CLOSED == [1, 1]
 
 
-async def test_a_lake_in_letters_is_walked_by_names() -> None:
+async def test_frozen_lake_is_shown_as_letters_and_played_by_action_names() -> None:
     make = {"is_slippery": False, "render_mode": "ansi"}
     names = ["left", "down", "right", "up"]
     env = GymEnv(env_id="FrozenLake-v1", make=make, actions=names)
@@ -118,7 +118,7 @@ async def test_observations_other_than_text_are_shown_as_json() -> None:
     assert score.reward in (-1.0, 0.0, 1.0)
 
 
-def test_tasks_are_seeds_that_split_and_seed_decide() -> None:
+def test_tasks_are_determined_by_split_and_seed() -> None:
     env = GymEnv(env_id="Parrot-v0", num_seeds=2)
     first = [*itertools.islice(env.tasks("train", 0), 50)]
     assert first == [*itertools.islice(env.tasks("train", 0), 50)]

@@ -97,7 +97,7 @@ async def test_another_exit_code_is_the_agents_fault_and_quotes_its_last_line() 
     assert transcript.data["exit_code"] == 3
 
 
-async def test_the_sessions_key_is_cut_out_of_what_was_printed() -> None:
+async def test_the_sessions_key_is_removed_from_the_output() -> None:
     code = "import os, sys; key = os.environ['OPENAI_API_KEY']; open('key', 'w').write(key)"
     code += "; print(key, flush=True); sys.exit(f'401 for {key}')"
     env = RunsPython(code)

@@ -112,7 +112,7 @@ async def test_a_server_that_disconnects_is_an_infra_error() -> None:
         await asyncio.gather(*closing)
 
 
-async def test_a_full_server_is_waited_for() -> None:
+async def test_a_rollout_waits_for_a_full_server() -> None:
     async with OpenEnvServer(Counts, max_sessions=1) as server:
         env = OpenEnvEnv(url=server.url, game=TEXT)
         async with ChatEndpoint(["stop"] * 6) as chat:
@@ -183,7 +183,7 @@ async def test_an_invalid_or_missing_answer_is_an_infra_error_and_its_socket_is_
         await runner.cleanup()
 
 
-def test_tasks_are_seeds_that_split_and_seed_decide() -> None:
+def test_tasks_are_determined_by_split_and_seed() -> None:
     env = OpenEnvEnv(url="http://127.0.0.1:1")
     first = [*itertools.islice(env.tasks("train", 0), 9)]
     assert first == [*itertools.islice(env.tasks("train", 0), 9)]

@@ -161,7 +161,7 @@ def test_a_child_that_does_not_report_in_time_ends_the_start(driver: MachineDriv
     assert driver.machine.end == RunEnd(1, "engine was not ready within 30 s")
 
 
-def test_a_users_mistake_ends_the_run_with_its_own_line(driver: MachineDriver) -> None:
+def test_a_user_error_ends_the_run_with_its_own_line(driver: MachineDriver) -> None:
     driver.step(TimePassed())
     driver.step(ChildExited("engine", 2, "rollmesh: model.path = x: no such folder"))
     assert driver.machine.end == RunEnd(2, "model.path = x: no such folder")
@@ -211,7 +211,7 @@ def test_the_death_of_an_irreplaceable_process_ends_the_run(
 
 
 @pytest.mark.parametrize("code", [1, -9])
-def test_a_trainer_that_dies_is_started_again_beside_all_others(
+def test_a_dead_trainer_is_restarted_while_all_others_run(
     running: MachineDriver, code: int
 ) -> None:
     running.step(ChildExited("trainer", code))

@@ -114,7 +114,7 @@ def test_a_message_that_the_role_may_not_send_is_dropped(
         ("operator", WorkerExited("w", 1, "")),
     ],
 )
-def test_a_message_of_the_role_is_taken(ring: KeyRing, name: str, message: Message) -> None:
+def test_a_message_of_the_role_is_accepted(ring: KeyRing, name: str, message: Message) -> None:
     assert ring.accepted((name, message)) == [message]
 
 

@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same architecture with other weights."""
+    """A model of the same architecture with other weights."""
     return write_model(tmp_path_factory.mktemp("models") / "qwen3-seed1", "qwen3", seed=1)
 
 

@@ -155,7 +155,7 @@ def test_a_grammar_binds_its_rows_only_also_across_a_retraction(
     assert output(free[3]) == output(alone), "grammars of other rows do not change a free row"
 
 
-def test_logprobs_under_a_grammar_are_of_what_it_allows(
+def test_logprobs_under_a_grammar_are_normalised_over_the_allowed_tokens(
     model: Model, folder: Path, letters: Tokenizer
 ) -> None:
     grammar = GrammarCompiler(letters, VOCAB_SIZE, [EOS]).compile("regex", "[abc]d")

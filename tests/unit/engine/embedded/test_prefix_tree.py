@@ -49,7 +49,7 @@ def test_extra_keys_share_nothing() -> None:
     assert match(tree, 1, 2, extra_key="v1") == [10, 11]
 
 
-def test_eviction_takes_the_least_recently_used_and_spares_what_is_held() -> None:
+def test_eviction_takes_the_least_recently_used_and_spares_held_nodes() -> None:
     tree = PrefixTree()
     held = insert(tree, [1, 2], [10, 11])
     insert(tree, [3, 4], [20, 21])

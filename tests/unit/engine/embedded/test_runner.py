@@ -81,7 +81,7 @@ def test_prefix_reuse_changes_no_logprob(model: Model, folder: Path) -> None:
     assert worst_gap(Reference(folder), second) < TOLERANCE
 
 
-def test_only_what_is_new_is_computed(model: Model) -> None:
+def test_only_new_tokens_are_computed(model: Model) -> None:
     engine = make_engine(model)
     prompt = random_prompt(40)
     turn = ask(prompt, "1", new=5)
