@@ -108,9 +108,9 @@ def cpu_of(row: dict[str, Any], role: str) -> float:
 def worker_idle_rss_mb(run: Path) -> float:
     """Resident memory of an idle worker with the demo's tokenizer."""
     config = ["--config", str(run / "config.json")]
-    router = Child("router", *config)
+    router = MeshProcess("router", *config)
     try:
-        worker = Child("worker", *config, "--router", router.address, "--worker-id", "idle")
+        worker = MeshProcess("worker", *config, "--router", router.address, "--worker-id", "idle")
         try:
             return float(psutil.Process(worker.process.pid).memory_info().rss) / MB
         finally:
@@ -119,7 +119,7 @@ def worker_idle_rss_mb(run: Path) -> float:
         router.end()
 
 
-class Child:
+class MeshProcess:
     """One process of a mesh, started as launch starts it."""
 
     def __init__(self, *argv: str) -> None:

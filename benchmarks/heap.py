@@ -47,7 +47,7 @@ LAYOUTS = {
 }
 
 
-class Peak:
+class PeakWatcher:
     """The largest resident memory, sampled by a thread."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def load(layout: str, num_turns: int) -> dict[str, float]:
     for name, value in LAYOUTS[layout].items():
         assert mallopt(name, value) == 1
     heap, trims_s = Heap(), [0.0]
-    start_bytes, peak = rss_bytes(), Peak()
+    start_bytes, peak = rss_bytes(), PeakWatcher()
     rngs = [random.Random(lane) for lane in range(NUM_LANES)]
     shots: list[list[bytes]] = [[] for _ in rngs]
     small: list[list[bytes]] = [[] for _ in rngs]

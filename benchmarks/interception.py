@@ -33,8 +33,8 @@ from benchmarks.lib.canned_engine import Pace
 from benchmarks.lib.corpus import STREAM_TOKENS
 from benchmarks.lib.http_load import Talk, carry, percentile
 from benchmarks.lib.report import Goal, parser, report
-from benchmarks.lib.rounds import Bench, Run, Talks, run
-from benchmarks.lib.servers import NUM_CONNECTIONS, Arm, Door, pin_load
+from benchmarks.lib.rounds import Run, ServerBench, Talks, run
+from benchmarks.lib.servers import NUM_CONNECTIONS, ChatServer, Door, pin_load
 
 GROUP = 16
 """Number of siblings that share a prompt."""
@@ -43,7 +43,7 @@ PEER_CALLS = 40
 """Number of sessions; with fewer, a round of our gateway would end within 50 ms."""
 
 
-async def repeated(bench: Bench) -> None:
+async def repeated(bench: ServerBench) -> None:
     """1 KB, the same call in the same session, so that each is a sibling of the last."""
     num_calls = bench.sized(320)
 
@@ -58,7 +58,7 @@ async def repeated(bench: Bench) -> None:
     bench.note("repeated.p99_tokens_vs_bare", {"": median(tails)})
 
 
-async def logprobs(bench: Bench) -> None:
+async def logprobs(bench: ServerBench) -> None:
     """Calls as in `repeated`, with the log-probs of all tokens in the answer."""
     num_calls = bench.sized(160)
 
@@ -70,7 +70,7 @@ async def logprobs(bench: Bench) -> None:
     await bench.compare("logprobs", [bench.bare, bench.tokens], NUM_CONNECTIONS, talks)
 
 
-async def distinct(bench: Bench) -> None:
+async def distinct(bench: ServerBench) -> None:
     """1 KB, a new prompt in a new session for each call."""
 
     def talks(doors: list[Door]) -> Iterator[Talk]:
@@ -80,7 +80,7 @@ async def distinct(bench: Bench) -> None:
     await bench.compare("distinct", [bench.bare, bench.tokens], bench.sized(6_000), talks)
 
 
-async def siblings(bench: Bench) -> None:
+async def siblings(bench: ServerBench) -> None:
     """1 KB, a new session for each call; sixteen share a prompt, as a group's rollouts do."""
 
     def talks(doors: list[Door]) -> Iterator[Talk]:
@@ -92,18 +92,18 @@ async def siblings(bench: Bench) -> None:
     await bench.compare("siblings", [bench.bare, bench.tokens], bench.sized(8_000), talks)
 
 
-async def growing(bench: Bench) -> None:
+async def growing(bench: ServerBench) -> None:
     """Conversations of 40 turns that grow to 60 KB."""
 
     def talks(doors: list[Door]) -> Iterator[Talk]:
         for door in doors:
-            yield rounds.Conversation(door, bench.texts).turns(NUM_TURNS, rounds.GROWING_CHARS)
+            yield rounds.GrowingChat(door, bench.texts).turns(NUM_TURNS, rounds.GROWING_CHARS)
 
     arms = [bench.bare, bench.tokens, bench.relay]
     await bench.compare("growing", arms, bench.sized(4 * NUM_CONNECTIONS), talks)
 
 
-async def peers(bench: Bench) -> None:
+async def peers(bench: ServerBench) -> None:
     """1 KB, repeated, through our gateway and the installed peers."""
     installed = bench.new_peers()
     if not installed:
@@ -128,7 +128,7 @@ WINDOW = 16
 NUM_HISTORY_TURNS = 50
 
 
-async def opened(bench: Bench) -> None:
+async def opened(bench: ServerBench) -> None:
     """10,000 sessions, before and after one 1 KB call each."""
     arm = bench.new_gateway("tokens")
 
@@ -150,11 +150,11 @@ async def opened(bench: Bench) -> None:
     })  # fmt: skip
 
 
-async def long(bench: Bench) -> None:
+async def long(bench: ServerBench) -> None:
     """Compare the cost of a turn after 400 turns of history with one after 40."""
     arm = bench.new_gateway("tokens")
     doors = await arm.open(NUM_CONNECTIONS)
-    talkers = [rounds.Conversation(door, bench.texts) for door in doors]
+    talkers = [rounds.GrowingChat(door, bench.texts) for door in doors]
     await _turns(arm, talkers, EARLY - WINDOW // 2)
     early_us = await _turns(arm, talkers, WINDOW)
     await _turns(arm, talkers, LATE - EARLY - WINDOW)
@@ -168,7 +168,7 @@ async def long(bench: Bench) -> None:
     await arm.close(doors)
 
 
-async def _turns(arm: Arm, talkers: Sequence[rounds.Conversation], num_turns: int) -> float:
+async def _turns(arm: ChatServer, talkers: Sequence[rounds.GrowingChat], num_turns: int) -> float:
     """Continue each conversation; return the server's CPU per call in us."""
     cpu_s = arm.child.cpu_s()
     talks = [talker.turns(num_turns, rounds.SHORT_CHARS) for talker in talkers]
@@ -176,13 +176,13 @@ async def _turns(arm: Arm, talkers: Sequence[rounds.Conversation], num_turns: in
     return 1e6 * (arm.child.cpu_s() - cpu_s) / (num_turns * len(talkers))
 
 
-async def fifty(bench: Bench) -> None:
+async def fifty(bench: ServerBench) -> None:
     """32 sessions of 50 turns, the workload that miles published for its session server."""
     arm = bench.new_gateway("tokens")
 
     def talks(doors: list[Door]) -> Iterator[Talk]:
         for door in doors:
-            yield rounds.Conversation(door, bench.texts).turns(
+            yield rounds.GrowingChat(door, bench.texts).turns(
                 NUM_HISTORY_TURNS, rounds.GROWING_CHARS
             )
 
@@ -201,14 +201,14 @@ FORMS = {"": True, "_cumulative": False}
 RAW = b'{"rid":"bench","stream":true,"input_ids":[1,2,3],"sampling_params":{}}'
 
 
-async def paced(bench: Bench) -> None:
+async def paced(bench: ServerBench) -> None:
     """Measure CPU per event and the time to the first event."""
     for suffix, is_incremental in FORMS.items():
         await bench.pace(Pace(is_incremental, STREAM_TOKENS, EVENTS_PER_S))
         await _paced(bench, f"paced{suffix}")
 
 
-async def _paced(bench: Bench, case: str) -> None:
+async def _paced(bench: ServerBench, case: str) -> None:
     arms = [bench.direct, bench.bare, bench.tokens]
     done = await _rounds(bench, arms, 3, STAGGER_S)
     for arm, runs in zip(arms, done, strict=True):
@@ -228,7 +228,7 @@ async def _paced(bench: Bench, case: str) -> None:
     bench.note(case, {"cpu_vs_bare": median(ratios), **over})
 
 
-async def saturated(bench: Bench) -> None:
+async def saturated(bench: ServerBench) -> None:
     """Measure events per second of the server's core."""
     for suffix, is_incremental in FORMS.items():
         await bench.pace(Pace(is_incremental, STREAM_TOKENS))
@@ -245,7 +245,7 @@ def cpu_us_per_event(done: Run) -> float:
 
 
 async def _rounds(
-    bench: Bench, arms: Sequence[Arm], num_streams: int, stagger_s: float
+    bench: ServerBench, arms: Sequence[ChatServer], num_streams: int, stagger_s: float
 ) -> list[list[Run]]:
     """Run rounds with `num_streams` streams on each of 32 connections; the first is not counted."""
     runs: list[list[Run]] = [[] for _ in arms]
@@ -256,7 +256,7 @@ async def _rounds(
     return [done[1:] for done in runs]
 
 
-def _talks(bench: Bench, arm: Arm, num_streams: int) -> Talks:
+def _talks(bench: ServerBench, arm: ChatServer, num_streams: int) -> Talks:
     """Open chats, or the engine's own event streams where a server only forwards bytes."""
 
     def talks(doors: list[Door]) -> Iterator[Talk]:
@@ -274,14 +274,14 @@ NUM_KEPT_TURNS = 20
 NUM_SESSIONS = 1000
 
 
-async def kept(bench: Bench) -> None:
+async def kept(bench: ServerBench) -> None:
     """Conversations of 20 turns that grow to 30 KB, and new prompts in new sessions, with a
     journal.
     """
 
     def growing(doors: list[Door]) -> Iterator[Talk]:
         for door in doors:
-            yield rounds.Conversation(door, bench.texts).turns(NUM_KEPT_TURNS, rounds.GROWING_CHARS)
+            yield rounds.GrowingChat(door, bench.texts).turns(NUM_KEPT_TURNS, rounds.GROWING_CHARS)
 
     def distinct(doors: list[Door]) -> Iterator[Talk]:
         for door in doors:
@@ -297,13 +297,13 @@ async def kept(bench: Bench) -> None:
             )
 
 
-async def recovered(bench: Bench) -> None:
+async def recovered(bench: ServerBench) -> None:
     """End a gateway with 1,000 open sessions of 20 turns; time the start of its successor."""
     empty_s = _timed(lambda: bench.new_gateway("tokens", journal="empty"))[1]
     arm = bench.new_gateway("tokens", journal="recovered")
     doors = await arm.open(bench.sized(NUM_SESSIONS))
     talks = (
-        rounds.Conversation(door, bench.texts).turns(NUM_KEPT_TURNS, rounds.GROWING_CHARS)
+        rounds.GrowingChat(door, bench.texts).turns(NUM_KEPT_TURNS, rounds.GROWING_CHARS)
         for door in doors
     )
     await carry(arm.port, talks, NUM_CONNECTIONS)
@@ -322,14 +322,14 @@ async def recovered(bench: Bench) -> None:
     await again.close(doors)
 
 
-def _timed(start: Callable[[], Arm]) -> tuple[Arm, float]:
+def _timed(start: Callable[[], ChatServer]) -> tuple[ChatServer, float]:
     begun_s = time.monotonic()
     arm = start()
     return arm, time.monotonic() - begun_s
 
 
 async def _compare(
-    bench: Bench, name: str, arms: Sequence[Arm], num_sessions: int, talks: Talks
+    bench: ServerBench, name: str, arms: Sequence[ChatServer], num_sessions: int, talks: Talks
 ) -> None:
     done = await bench.rounds(arms, num_sessions, talks)
     pairs = list(zip(*done, strict=True))
@@ -345,7 +345,7 @@ async def _compare(
     })  # fmt: skip
 
 
-CASES: dict[str, Callable[[Bench], Awaitable[None]]] = {
+CASES: dict[str, Callable[[ServerBench], Awaitable[None]]] = {
     "repeated": repeated,
     "logprobs": logprobs,
     "distinct": distinct,
@@ -386,7 +386,7 @@ GOALS = [
 PEER_GOAL = Goal("peers.tokens_vs_fastest", ">=", 15.0)
 
 
-async def measure(bench: Bench, cases: Sequence[str]) -> None:
+async def measure(bench: ServerBench, cases: Sequence[str]) -> None:
     """Run the cases, one after the other."""
     gc.disable()
     for name in cases:
@@ -410,7 +410,7 @@ def main() -> None:
     cases = options.only or [*CASES]
     pin_load()
     with ExitStack() as stack:
-        bench = Bench(options, stack)
+        bench = ServerBench(options, stack)
         uvloop.run(measure(bench, cases))
         report(options, bench.figures, judged(cases, bench.figures))
 

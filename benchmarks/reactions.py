@@ -52,7 +52,7 @@ GOALS = [
 ROLLMESH = (sys.executable, "-m", "rollmesh.cli.main")
 
 
-class Mesh:
+class ProcessMesh:
     """A router and two workers as processes, and a client; their engine holds every turn."""
 
     def __init__(self, folder: Path, engine: ScriptedEngine, stack: ExitStack) -> None:
@@ -139,7 +139,7 @@ class Mesh:
 async def worker_death(num_tries: int) -> list[float]:
     """Return the seconds from each kill to the first call of the group's next attempt."""
 
-    async def once(mesh: Mesh) -> float:
+    async def once(mesh: ProcessMesh) -> float:
         group_id = await mesh.ask_and_wait()
         num_seen = mesh.engine.num_seen("/generate")
         killed_s = await asyncio.to_thread(mesh.kill_busy_worker)
@@ -156,17 +156,17 @@ async def worker_death(num_tries: int) -> list[float]:
 async def cancel(num_tries: int) -> list[float]:
     """Return the seconds from each cancel to the end of the group's calls at the engine."""
 
-    async def once(mesh: Mesh) -> float:
+    async def once(mesh: ProcessMesh) -> float:
         return await mesh.cancel(await mesh.ask_and_wait())
 
     return await _tries(once, num_tries)
 
 
-async def _tries(once: Callable[[Mesh], Awaitable[float]], num_tries: int) -> list[float]:
+async def _tries(once: Callable[[ProcessMesh], Awaitable[float]], num_tries: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         async with ScriptedEngine() as engine:
             engine.hold()
-            mesh = await asyncio.to_thread(Mesh, Path(folder), engine, stack)
+            mesh = await asyncio.to_thread(ProcessMesh, Path(folder), engine, stack)
             took_s = [await once(mesh) for _ in range(num_tries)]
             await asyncio.to_thread(stack.close)
             return took_s

@@ -36,11 +36,11 @@ import msgspec
 
 from benchmarks.lib.process_watch import MB
 from benchmarks.lib.report import Goal, parser, report
-from benchmarks.lib.soak_agents import Shape
-from benchmarks.lib.soak_mesh import BARE, Arm
+from benchmarks.lib.soak_agents import RolloutShape
+from benchmarks.lib.soak_mesh import BARE, SoakArm
 from benchmarks.lib.soak_run import (
-    Plan,
     Seen,
+    SoakPlan,
     figures_of,
     left_over,
     load_of,
@@ -71,7 +71,7 @@ class Findings(msgspec.Struct):
 
 def run(options: argparse.Namespace, scratch: Path) -> Findings:
     """Run one arm after the other, each with its own processes."""
-    plan = Plan(
+    plan = SoakPlan(
         num_rollouts=options.rollouts or 0,
         minutes=options.minutes,
         num_waves=max(MIN_WAVES, round(60 * options.minutes / WAVE_S)),
@@ -89,12 +89,12 @@ def run(options: argparse.Namespace, scratch: Path) -> Findings:
     return Findings(seen, figures, goals, notes)
 
 
-def _arms(options: argparse.Namespace) -> tuple[list[Arm], list[str]]:
+def _arms(options: argparse.Namespace) -> tuple[list[SoakArm], list[str]]:
     names, notes = options.ablate, []
     settings = {"interception.max_blob_bytes": options.blob_mb * 2**20} if options.blob_mb else {}
 
-    def arm(name: str, *ablated: str, environ: dict[str, str] | None = None) -> Arm:
-        return Arm(
+    def arm(name: str, *ablated: str, environ: dict[str, str] | None = None) -> SoakArm:
+        return SoakArm(
             name=name,
             shape=options.load,
             num_workers=options.workers,
@@ -411,7 +411,7 @@ def _options() -> argparse.Namespace:
         options.rollouts = SEED_ROLLOUTS
     if options.minutes is None:
         options.minutes = QUICK_MINUTES if options.quick else DEFAULT_MINUTES
-    options.load = Shape(keep=options.keep, seed=options.seed)
+    options.load = RolloutShape(keep=options.keep, seed=options.seed)
     return options
 
 

@@ -278,7 +278,7 @@ GOALS = [
 ]
 
 
-class Mesh:
+class SimulatedMesh:
     """A scheduler and its peers' frames; `now_s` is the manual clock."""
 
     def __init__(self, num_workers: int) -> None:
@@ -413,7 +413,7 @@ def measure(is_quick: bool) -> dict[str, float]:
     figures = long_run(LONG_RUN_GROUPS // 5 if is_quick else LONG_RUN_GROUPS)
     rss = psutil.Process().memory_info
     before = rss().rss
-    mesh = Mesh(NUM_WORKERS)
+    mesh = SimulatedMesh(NUM_WORKERS)
     figures["workers.bytes_each"] = (rss().rss - before) / NUM_WORKERS
     num_running = NUM_WORKERS * SLOTS // GROUP
     runs: list[Send] = []
@@ -446,7 +446,7 @@ def measure(is_quick: bool) -> dict[str, float]:
     )
     number = 10_000 if is_quick else 30_000
     figures["groups.us"] = cpu_us(lambda: mesh.finish(runs, number), number)
-    lone = Mesh(1)
+    lone = SimulatedMesh(1)
     lone_runs = runs_in(lone.ask(number + SLOTS))
     figures["groups.us_with_one_worker"] = cpu_us(lambda: lone.finish(lone_runs, number), number)
     figures["groups.us_with_10k_workers_vs_one"] = (

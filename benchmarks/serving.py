@@ -34,10 +34,10 @@ import msgspec
 
 from benchmarks.lib.corpus import STREAM_TOKENS, model_folder
 from benchmarks.lib.report import Goal, parser, report
-from benchmarks.lib.servers import Child, start_engine
+from benchmarks.lib.servers import ServerProcess, start_engine
 from benchmarks.lib.serving_floor import Floor
-from benchmarks.lib.serving_floor import Lap as FloorLap
-from benchmarks.lib.serving_mesh import Lap, Mesh, Shape, start_peers
+from benchmarks.lib.serving_floor import RoundTripTimes as FloorLap
+from benchmarks.lib.serving_mesh import GroupTimes, LocalMesh, MeshShape, start_peers
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Task
 from rollmesh.wire.frames import Packet
@@ -58,11 +58,11 @@ ASK_BYTES = 1000
 NUM_TURNS = 20
 WINDOW = 64
 SLEEP_S, BURN_S = 2.0, 0.005
-PREPARED = Shape(env="prepared", is_prepared=True)
+PREPARED = MeshShape(env="prepared", is_prepared=True)
 ENVS = "benchmarks.lib.serving_worker"
 
 
-class Bench:
+class ServingBench:
     """Parameters that all cases share, and the figures so far."""
 
     def __init__(self, options: Namespace, stack: ExitStack) -> None:
@@ -77,10 +77,10 @@ class Bench:
         return number // 4 if self.is_quick else number
 
     @contextmanager
-    def mesh(self, shape: Shape) -> Iterator[Mesh]:
+    def mesh(self, shape: MeshShape) -> Iterator[LocalMesh]:
         """Start a fresh mesh."""
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-            mesh = Mesh(shape, self.model, Path(folder))
+            mesh = LocalMesh(shape, self.model, Path(folder))
             try:
                 yield mesh
             finally:
@@ -94,8 +94,8 @@ class Bench:
 class _Round(msgspec.Struct):
     """Consecutive laps."""
 
-    ours: Lap
-    alone: Lap
+    ours: GroupTimes
+    alone: GroupTimes
     """Laps with one group in flight."""
     floor: FloorLap
     floor_alone: FloorLap
@@ -107,7 +107,7 @@ def prepared_task(num_turns: int) -> Task:
     return Task(id="echo", data={"num_turns": num_turns, "padding": "x" * ASK_BYTES})
 
 
-def echo(bench: Bench) -> None:
+def echo(bench: ServingBench) -> None:
     """Whole groups through router, worker, sink and journal; the peers' laps are of similar
     length.
     """
@@ -134,7 +134,7 @@ def echo(bench: Bench) -> None:
     _note_echo(bench, rounds[1:], answer_bytes)
 
 
-def _note_echo(bench: Bench, rounds: list[_Round], answer_bytes: int) -> None:
+def _note_echo(bench: ServingBench, rounds: list[_Round], answer_bytes: int) -> None:
     bench.note("echo", {
         "answer_kb": answer_bytes / 1e3,
         "groups_per_s": median(each.ours.per_s for each in rounds),
@@ -158,11 +158,11 @@ def _note_echo(bench: Bench, rounds: list[_Round], answer_bytes: int) -> None:
         })  # fmt: skip
 
 
-def sleep(bench: Bench) -> None:
+def sleep(bench: ServingBench) -> None:
     """2,000 in flight, each requested again as soon as it is taken; ideal are 1,000/s."""
     window = 2_000
     env = f"{ENVS}:SleepEnv"
-    shape = Shape(env=env, settings={"seconds": SLEEP_S}, num_workers=4, slots=window // 4)
+    shape = MeshShape(env=env, settings={"seconds": SLEEP_S}, num_workers=4, slots=window // 4)
     with bench.mesh(shape) as mesh:
         lap = mesh.lap(window * (5 if bench.is_quick else 11), window, Task(id="sleep"))
     # The first wave is requested at once, and nothing follows the last. The ideal has both waves
@@ -176,11 +176,11 @@ def sleep(bench: Bench) -> None:
     })  # fmt: skip
 
 
-def burn(bench: Bench) -> None:
+def burn(bench: ServingBench) -> None:
     """5 ms of CPU each: the share that two workers use of the time that router, client and sink
     leave.
     """
-    shape = Shape(env=f"{ENVS}:BurnEnv", settings={"seconds": BURN_S})
+    shape = MeshShape(env=f"{ENVS}:BurnEnv", settings={"seconds": BURN_S})
     shares, rates = [], []
     with bench.mesh(shape) as mesh:
         for _ in range(1 + bench.rounds):
@@ -192,15 +192,15 @@ def burn(bench: Bench) -> None:
     bench.note("burn", {"groups_per_s": median(rates[1:]), "of_cores": median(shares[1:])})
 
 
-def burst(bench: Bench) -> None:
+def burst(bench: ServingBench) -> None:
     """400 at once; the first burst includes imports and is not counted."""
-    shape = Shape(env=f"{ENVS}:SleepEnv", settings={"seconds": SLEEP_S})
+    shape = MeshShape(env=f"{ENVS}:SleepEnv", settings={"seconds": SLEEP_S})
     with bench.mesh(shape) as mesh:
         laps = [mesh.lap(400, 400, Task(id="burst")) for _ in range(1 + bench.rounds // 2)]
     bench.note("burst", {"wall_s": median(lap.wall_s for lap in laps[1:])})
 
 
-def turns(bench: Bench) -> None:
+def turns(bench: ServingBench) -> None:
     """Cost of 100 turns relative to 20, by the CPU of all roles together."""
     num_long = bench.sized(600)
     ratios = []
@@ -213,7 +213,7 @@ def turns(bench: Bench) -> None:
     bench.note("turns", {"100_vs_20": median(by_cpu), "100_vs_20_by_rate": median(by_rate)})
 
 
-def streamed(bench: Bench) -> None:
+def streamed(bench: ServingBench) -> None:
     """Cost with agents that stream their calls from a canned engine, each in a new session."""
     engine = start_engine(bench.model)
     num_long = max(4, bench.sized(16))
@@ -223,7 +223,7 @@ def streamed(bench: Bench) -> None:
         for num_turns in (NUM_TURNS, 5 * NUM_TURNS):
             settings = {"num_turns": num_turns}
             address = engine.ready.address
-            shape = Shape(env=f"{ENVS}:StreamEnv", settings=settings, engine=address)
+            shape = MeshShape(env=f"{ENVS}:StreamEnv", settings=settings, engine=address)
             mesh = stack.enter_context(bench.mesh(shape))
             mesh.lap(2, 2, Task(id="warm"))
             num = num_long * 5 * NUM_TURNS // num_turns
@@ -232,7 +232,7 @@ def streamed(bench: Bench) -> None:
     bench.note("streamed", {"100_vs_20": cpu_us[1] / cpu_us[0]})
 
 
-def _cpu_us(lap: Lap) -> float:
+def _cpu_us(lap: GroupTimes) -> float:
     return sum(lap.cpu_us(role) for role in lap.cpu_s)
 
 
@@ -242,7 +242,7 @@ ROUTER_WINDOW = 1000
 """Asks in flight; fewer than a queue holds."""
 
 
-def router(bench: Bench) -> None:
+def router(bench: ServingBench) -> None:
     """Measure the router alone."""
     num_groups = bench.sized(20_000)
     with Alone(str(bench.folder)) as alone:
@@ -266,7 +266,7 @@ class Alone:
         self.figures: dict[str, float] = {}
         argv = [sys.executable, "-m", "rollmesh.cli.main", "router"]
         argv += ["--set", f"run.folder={folder}", "--set", "router.missed_beats=1000"]
-        self.child = Child(argv, os.sched_getaffinity(0))
+        self.child = ServerProcess(argv, os.sched_getaffinity(0))
         self.address = self.child.ready.address
         self.client = Dialer(self.address, "client")
         self.worker = Dialer(self.address, "worker")
@@ -334,7 +334,7 @@ def ask(run_id: str, seq: int, env: str = "bench") -> AskGroup:
     return AskGroup(GroupId(run_id, seq), "client", env, GROUP, "tcp://127.0.0.1:1")
 
 
-CASES: dict[str, Callable[[Bench], None]] = {
+CASES: dict[str, Callable[[ServingBench], None]] = {
     "router": router,
     "echo": echo,
     "sleep": sleep,
@@ -368,7 +368,7 @@ def main() -> None:
     options = parser("serving", CASES).parse_args()
     cases = options.only or [*CASES]
     with ExitStack() as stack:
-        bench = Bench(options, stack)
+        bench = ServingBench(options, stack)
         for name in cases:
             CASES[name](bench)
         report(options, bench.figures, judged(cases, bench.figures))

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.lib.report import Goal, parser, report
-from benchmarks.lib.staleness_sim import FAR, FleetShape, Outcome, World, arms
+from benchmarks.lib.staleness_sim import FAR, FleetShape, RunFigures, World, arms
 
 COLUMNS = {
     "tokens_per_s": ("tokens / s", "{:,.0f}"),
@@ -43,7 +43,7 @@ def table(figures: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def draw(
-    path: Path, figures: Mapping[str, Mapping[str, float]], outcomes: Mapping[str, Outcome]
+    path: Path, figures: Mapping[str, Mapping[str, float]], outcomes: Mapping[str, RunFigures]
 ) -> None:
     """Draw throughput, length bias, and the ages of trained rollouts."""
     import matplotlib as mpl  # noqa: PLC0415 - only for a picture
@@ -82,7 +82,7 @@ def draw(
     plt.close(figure)
 
 
-def _share(outcome: Outcome, age: int) -> float:
+def _share(outcome: RunFigures, age: int) -> float:
     """Share of rollouts of that age; the oldest bar includes older ones."""
     num = sum(num for of, num in outcome.ages.items() if min(of, OLDEST_BAR) == age)
     return num / sum(outcome.ages.values())
@@ -110,17 +110,17 @@ GOALS = [
 ]
 
 
-def measure(shape: FleetShape, num_seeds: int, num_steps: int) -> dict[str, Outcome]:
+def measure(shape: FleetShape, num_seeds: int, num_steps: int) -> dict[str, RunFigures]:
     """Outcomes by arm, over all seeds."""
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, RunFigures] = {}
     for seed in range(num_seeds):
         for arm in arms(shape):
-            outcome = outcomes.setdefault(arm.name, Outcome())
+            outcome = outcomes.setdefault(arm.name, RunFigures())
             outcome.add(World(shape, arm, seed).run(num_steps))
     return outcomes
 
 
-def figures_of(outcomes: dict[str, Outcome]) -> dict[str, dict[str, float]]:
+def figures_of(outcomes: dict[str, RunFigures]) -> dict[str, dict[str, float]]:
     """Figures by arm."""
     figures = {name: outcome.figures() for name, outcome in outcomes.items()}
     whole = figures["unbounded"]["tokens_per_s"]

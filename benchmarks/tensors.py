@@ -14,10 +14,10 @@ from contextlib import ExitStack
 
 from benchmarks.lib import tensor_cases, tensor_intake, tensor_locks, tensor_steps
 from benchmarks.lib.report import Goal, parser, report
-from benchmarks.lib.tensor_mesh import Bench
+from benchmarks.lib.tensor_mesh import TensorBench
 
 NUM_STEPS, QUICK_STEPS = 500, 20
-CASES: dict[str, Callable[[Bench], None]] = {
+CASES: dict[str, Callable[[TensorBench], None]] = {
     "handles": tensor_cases.handles,
     "locks": tensor_locks.locks,
     "big": tensor_cases.big,
@@ -76,7 +76,7 @@ def main() -> None:
     if options.steps < tensor_steps.MIN_STEPS:
         arguments.error(f"--steps: at least {tensor_steps.MIN_STEPS}")
     with ExitStack() as stack:
-        bench = Bench(options, stack)
+        bench = TensorBench(options, stack)
         for name in cases:
             CASES[name](bench)
         report(options, bench.figures, judged(cases, bench.figures))

@@ -31,7 +31,7 @@ GOALS = [
 ]
 
 
-class Bench:
+class FunctionTimer:
     """Measure functions with new arguments for each call."""
 
     def __init__(self, num_rounds: int) -> None:
@@ -59,7 +59,7 @@ def chat(*messages: dict[str, str]) -> Chat:
 def main() -> None:
     """Measure and report."""
     options = parser("tokens").parse_args()
-    bench = Bench(num_rounds=3 if options.quick else 15)
+    bench = FunctionTimer(num_rounds=3 if options.quick else 15)
     folder, texts = model_folder(), Texts(seed=1)
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     start_s = time.thread_time()

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.lib.report import Goal, parser, report
-from benchmarks.lib.servers import Child, cores
+from benchmarks.lib.servers import ServerProcess, cores
 from rollmesh.core.config import PublishMode, TrainerConfig
 from rollmesh.engine.backend import EngineBackend, backend_factory
 from rollmesh.engine.http import HttpClient
@@ -70,10 +70,12 @@ class Stepped(Policy):
         return list(named_weights(self._model).values())
 
 
-class Bench:
+class WeightBench:
     """A policy and an engine, and the versions sent from one to the other."""
 
-    def __init__(self, policy: Stepped, engine: Child, client: EngineBackend, folder: Path) -> None:
+    def __init__(
+        self, policy: Stepped, engine: ServerProcess, client: EngineBackend, folder: Path
+    ) -> None:
         self._policy = policy
         self._engine = engine
         self._client = client
@@ -133,12 +135,12 @@ async def measured(case: str, folder: Path, num_rounds: int) -> dict[str, float]
     model = write_tiny_model(folder / "model", texts_of(GuessEnv()), SHAPES[case], seed=0)
     num_bytes = sum(each.nbytes for each in model.parameters())
     argv = [sys.executable, "-m", "rollmesh.engine.embedded", "--model-dir", str(folder / "model")]
-    engine = Child([*argv, "--max-total-tokens", "1024"], cores()[0])
+    engine = ServerProcess([*argv, "--max-total-tokens", "1024"], cores()[0])
     policy = Stepped(str(folder / "model"), TrainerConfig())
     try:
         async with HttpClient() as http:
             client = backend_factory()(engine.ready.address, http)
-            bench = Bench(policy, engine, client, folder)
+            bench = WeightBench(policy, engine, client, folder)
             for number in range(num_rounds + 1):
                 await bench.round()
                 if number == 0:

@@ -66,7 +66,7 @@ class Framed(asyncio.Protocol):
     each.
     """
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: "CannedEngine") -> None:
         self._engine = engine
         self._parts: list[bytes] = []
         self._missing = 0
@@ -115,7 +115,7 @@ class Framed(asyncio.Protocol):
         self._engine.answer(self, head.split(b" ", 2)[1], body)
 
 
-class Engine:
+class CannedEngine:
     """The engine's answers, shared by all connections."""
 
     def __init__(self, canned: Canned) -> None:
@@ -297,7 +297,7 @@ def _chat(answer: Answer, with_logprobs: bool) -> bytes:
     })  # fmt: skip
 
 
-async def serve(engine: Engine, name: str, ready_fd: int | None) -> None:
+async def serve(engine: CannedEngine, name: str, ready_fd: int | None) -> None:
     """Serve until killed."""
     listening = listen("127.0.0.1:0")
     loop = asyncio.get_running_loop()
@@ -316,7 +316,7 @@ def main() -> None:
     options = arguments.parse_args()
     die_with_parent()
     gc.disable()
-    uvloop.run(serve(Engine(read_canned(options.folder)), "canned", options.ready_fd))
+    uvloop.run(serve(CannedEngine(read_canned(options.folder)), "canned", options.ready_fd))
 
 
 if __name__ == "__main__":

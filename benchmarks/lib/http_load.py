@@ -19,14 +19,14 @@ PATIENCE_S = 120.0
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 
-class Reply(msgspec.Struct):
+class HttpAnswer(msgspec.Struct):
     """An answer; a stream's body is not kept."""
 
     body: bytes
     num_bytes: int = 0
 
 
-Talk = Generator[bytes, Reply, None]
+Talk = Generator[bytes, HttpAnswer, None]
 
 
 class Timings(msgspec.Struct):
@@ -109,7 +109,7 @@ class Connection(asyncio.Protocol):
         self._timings.calls_s.append(perf_counter() - self._asked_s)
         assert self._talk
         try:
-            self._ask(self._talk.send(Reply(body, self._num_bytes)))
+            self._ask(self._talk.send(HttpAnswer(body, self._num_bytes)))
         except StopIteration:
             self._next_talk()
 

@@ -22,7 +22,7 @@ SCRAPE_TIMEOUT_S = 10.0
 HELD = "rollmesh_held_bytes"
 
 
-class Series(msgspec.Struct):
+class MemorySeries(msgspec.Struct):
     """Memory of one process over time, in bytes."""
 
     pid: int
@@ -36,7 +36,7 @@ class Series(msgspec.Struct):
         return [rss for at_s, rss in pairs if begin_s <= at_s <= end_s]
 
 
-class Held(msgspec.Struct, frozen=True):
+class OpenResources(msgspec.Struct, frozen=True):
     """Files, threads and gauges of a process at one moment."""
 
     num_files: int
@@ -65,7 +65,7 @@ class Watch:
     def __init__(
         self, pids: Mapping[str, int], metrics: Mapping[str, Metrics], max_rss_bytes: int
     ) -> None:
-        self.series = {name: Series(pid) for name, pid in pids.items()}
+        self.series = {name: MemorySeries(pid) for name, pid in pids.items()}
         self.scrapes: dict[str, list[Scrape]] = {name: [] for name in metrics}
         self.is_over = threading.Event()
         """Whether a process exceeded the limit."""
@@ -137,13 +137,13 @@ def peak_bytes(pid: int) -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-def held_by(pid: int, metrics: Metrics | None) -> Held:
+def held_by(pid: int, metrics: Metrics | None) -> OpenResources:
     """Count for one process; with its gauges if it serves them."""
     status = Path(f"/proc/{pid}/status").read_text()
     num_threads = int(status.partition("Threads:")[2].split()[0])
     num_files = len(os.listdir(f"/proc/{pid}/fd"))
     # Counted before the gauges, whose request opens a file.
-    return Held(num_files, num_threads, read_gauges(metrics) if metrics else {})
+    return OpenResources(num_files, num_threads, read_gauges(metrics) if metrics else {})
 
 
 def read_gauges(metrics: Metrics) -> dict[str, float]:

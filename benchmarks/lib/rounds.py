@@ -18,12 +18,12 @@ import msgspec
 
 from benchmarks.lib.canned_engine import Pace
 from benchmarks.lib.corpus import ANSWER_TOKENS, Texts, model_folder
-from benchmarks.lib.http_load import Reply, Talk, Timings, carry
+from benchmarks.lib.http_load import HttpAnswer, Talk, Timings, carry
 from benchmarks.lib.servers import (
     NUM_CONNECTIONS,
-    Arm,
-    Child,
+    ChatServer,
     Door,
+    ServerProcess,
     start_bare,
     start_engine,
     start_gateway,
@@ -93,7 +93,7 @@ def once(request: bytes) -> Talk:
     yield request
 
 
-class Conversation:
+class GrowingChat:
     """A growing history; further calls of `turns` continue it."""
 
     def __init__(self, door: Door, texts: Texts) -> None:
@@ -105,7 +105,7 @@ class Conversation:
         """Run `num_turns` turns, each with `num_chars` characters of new text."""
         for _ in range(num_turns):
             self._messages += b"," + message("user", self._texts.piece(num_chars))
-            reply: Reply = yield chat(self._door, self._messages)
+            reply: HttpAnswer = yield chat(self._door, self._messages)
             content = _completions.decode(reply.body).choices[0].message.content
             self._messages += b"," + message("assistant", content)
 
@@ -129,7 +129,7 @@ class Run(msgspec.Struct, frozen=True):
         return 1e6 * self.cpu_s / len(self.timings.calls_s)
 
 
-class Bench:
+class ServerBench:
     """The servers of a run, and the figures so far."""
 
     def __init__(self, options: Namespace, stack: ExitStack) -> None:
@@ -140,13 +140,13 @@ class Bench:
         self._stack = stack
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.engine = self._kept(start_engine(self.model))
-        self.direct = Arm("direct", self.engine)
+        self.direct = ChatServer("direct", self.engine)
         self.bare = start_bare(self.engine)
         self._kept(self.bare.child)
         self.tokens = self.new_gateway("tokens")
         self.relay = self.new_gateway("relay")
 
-    def new_gateway(self, capture: str, *, journal: str = "") -> Arm:
+    def new_gateway(self, capture: str, *, journal: str = "") -> ChatServer:
         """Start a gateway; with `journal`, its sessions outlive it."""
         folder = self.journal(journal) if journal else None
         arm = start_gateway(capture, self.engine, self.model, self._folder, folder)
@@ -157,7 +157,7 @@ class Bench:
         """Path of the journal `name`."""
         return self._folder / f"{name}.journal"
 
-    def new_peers(self) -> list[Arm]:
+    def new_peers(self) -> list[ChatServer]:
         """Start the peers that are installed."""
         peers = []
         for peer in start_peers(self.engine, self._folder):
@@ -174,7 +174,9 @@ class Bench:
         request = post(Door(b"/canned", b"none"), msgspec.json.encode(pace))
         await carry(self.engine.port, [once(request)], 1)
 
-    async def rounds(self, arms: Sequence[Arm], num_sessions: int, talks: Talks) -> list[list[Run]]:
+    async def rounds(
+        self, arms: Sequence[ChatServer], num_sessions: int, talks: Talks
+    ) -> list[list[Run]]:
         """Run all rounds; return the runs of each server."""
         runs: list[list[Run]] = [[] for _ in arms]
         for _ in range(1 + (3 if self.is_quick else 7)):
@@ -183,7 +185,7 @@ class Bench:
         return [done[1:] for done in runs]
 
     async def compare(
-        self, case: str, arms: Sequence[Arm], num_sessions: int, talks: Talks
+        self, case: str, arms: Sequence[ChatServer], num_sessions: int, talks: Talks
     ) -> dict[str, list[Run]]:
         """Run rounds of plain calls; note rates, CPU, tails and the ratios to bare."""
         done = await self.rounds(arms, num_sessions, talks)
@@ -208,12 +210,12 @@ class Bench:
         for name, value in figures.items():
             self.figures[f"{what}.{name}" if name else what] = value
 
-    def _kept(self, child: Child) -> Child:
+    def _kept(self, child: ServerProcess) -> ServerProcess:
         self._stack.callback(child.end)
         return child
 
 
-async def run(arm: Arm, num_sessions: int, talks: Talks, stagger_s: float = 0.0) -> Run:
+async def run(arm: ChatServer, num_sessions: int, talks: Talks, stagger_s: float = 0.0) -> Run:
     """Run one round of one server."""
     doors = await arm.open(num_sessions)
     made = list(talks(doors))

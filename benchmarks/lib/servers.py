@@ -29,7 +29,7 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
-from benchmarks.lib.http_load import Reply, Talk, carry
+from benchmarks.lib.http_load import HttpAnswer, Talk, carry
 from rollmesh.core.process import Ready, die_with_parent
 
 NUM_CONNECTIONS = 32
@@ -65,7 +65,7 @@ def pin_load() -> None:
     os.sched_setaffinity(0, cores()[1])
 
 
-class Child:
+class ServerProcess:
     """A server process, pinned to `core`."""
 
     def __init__(
@@ -130,10 +130,12 @@ def _begin(core: set[int]) -> None:
     die_with_parent()
 
 
-class Arm:
+class ChatServer:
     """A server that takes chat completions, without sessions."""
 
-    def __init__(self, name: str, child: Child, path: bytes = b"/v1/chat/completions") -> None:
+    def __init__(
+        self, name: str, child: ServerProcess, path: bytes = b"/v1/chat/completions"
+    ) -> None:
         self.name = name
         self.child = child
         self._path = path
@@ -151,10 +153,10 @@ class Arm:
         del doors
 
 
-class GatewayArm(Arm):
+class GatewayArm(ChatServer):
     """Our gateway; sessions are opened and closed by its admin routes."""
 
-    def __init__(self, name: str, child: Child, admin_token: str) -> None:
+    def __init__(self, name: str, child: ServerProcess, admin_token: str) -> None:
         super().__init__(name, child)
         self._admin_port = int((child.ready.http_address or child.ready.address).rpartition(":")[2])
         self._head = b"Host: bench\r\nAuthorization: Bearer %b\r\n" % admin_token.encode()
@@ -164,7 +166,7 @@ class GatewayArm(Arm):
         request = self._request(b"POST", b"", b'{"metadata":{}}')
 
         def talk() -> Talk:
-            reply: Reply = yield request
+            reply: HttpAnswer = yield request
             opened.append(msgspec.json.decode(reply.body, type=_Opened))
 
         await self._carry(talk() for _ in range(num_sessions))
@@ -185,21 +187,21 @@ class GatewayArm(Arm):
         await carry(self._admin_port, talks, NUM_CONNECTIONS)
 
 
-def start_engine(folder: Path) -> Child:
+def start_engine(folder: Path) -> ServerProcess:
     """Start the canned engine."""
     argv = [sys.executable, "-m", "benchmarks.lib.canned_engine", "--folder", str(folder)]
-    return Child(argv, cores()[1])
+    return ServerProcess(argv, cores()[1])
 
 
-def start_bare(engine: Child) -> Arm:
+def start_bare(engine: ServerProcess) -> ChatServer:
     """Start the baseline proxy."""
     argv = [sys.executable, "-m", "benchmarks.lib.proxy", "--engine", engine.ready.address]
-    return Arm("bare", Child(argv, cores()[0]))
+    return ChatServer("bare", ServerProcess(argv, cores()[0]))
 
 
 def start_gateway(
-    capture: str, engine: Child, model: Path, folder: Path, journal: Path | None = None
-) -> Arm:
+    capture: str, engine: ServerProcess, model: Path, folder: Path, journal: Path | None = None
+) -> ChatServer:
     """Start our gateway in one of its two modes; its admin token is kept in `folder`.
 
     Without a journal it is the interception server that workers have.
@@ -211,17 +213,17 @@ def start_gateway(
     argv += ["--capture", capture, "--host", "127.0.0.1", "--port", "0"]
     argv += ["--model-dir", str(model)] if capture == "tokens" else []
     argv += ["--journal", str(journal)] if journal else ["--no-journal"]
-    child = Child([*argv, "--admin-token-file", str(token_file)], cores()[0])
+    child = ServerProcess([*argv, "--admin-token-file", str(token_file)], cores()[0])
     return GatewayArm(f"{capture}_kept" if journal else capture, child, token)
 
 
 VENVS = Path(__file__).parents[2] / ".venv-peers"
 
 
-class KeyedArm(Arm):
+class KeyedArm(ChatServer):
     """A server whose sessions were opened at its start, each with its key."""
 
-    def __init__(self, name: str, child: Child, keys: Sequence[str]) -> None:
+    def __init__(self, name: str, child: ServerProcess, keys: Sequence[str]) -> None:
         super().__init__(name, child)
         self._keys = keys
 
@@ -229,7 +231,7 @@ class KeyedArm(Arm):
         return [Door(self._path, key.encode()) for key in self._keys[:num_sessions]]
 
 
-class PathArm(Arm):
+class PathArm(ChatServer):
     """A server whose sessions are created by naming them in the path."""
 
     async def open(self, num_sessions: int) -> list[Door]:
@@ -237,18 +239,18 @@ class PathArm(Arm):
         return [Door(session + self._path, b"none") for session in sessions]
 
 
-def start_peers(engine: Child, folder: Path) -> Iterator[Arm]:
+def start_peers(engine: ServerProcess, folder: Path) -> Iterator[ChatServer]:
     """Start the installed peers; their files go to `folder`."""
     address = engine.ready.address
     if program := _program("rllm", "rllm-model-gateway"):
         argv = [program, "--worker", f"{address}/v1", "--store", "memory", "--log-level", "error"]
         port = _free_port()
-        yield PathArm("rllm", Child([*argv, "--port", str(port)], cores()[0], port))
+        yield PathArm("rllm", ServerProcess([*argv, "--port", str(port)], cores()[0], port))
     if program := _program("verifiers", "python"):
         keys = folder / "verifiers.keys"
         script = str(Path(__file__).with_name("verifiers_interception.py"))
         argv = [program, script, "--engine", address, "--keys", str(keys)]
-        yield KeyedArm("verifiers", Child(argv, cores()[0]), keys.read_text().split())
+        yield KeyedArm("verifiers", ServerProcess(argv, cores()[0]), keys.read_text().split())
     if program := _program("litellm", "litellm"):
         argv = [program, "--model", "openai/policy", "--api_base", f"{address}/v1"]
         port = _free_port()
@@ -258,7 +260,7 @@ def start_peers(engine: Child, folder: Path) -> Iterator[Arm]:
             "LITELLM_LOCAL_MODEL_COST_MAP": "True"
         }  # otherwise it makes requests to the network at its start
         argv += ["--host", "127.0.0.1", "--port", str(port), "--telemetry", "False"]
-        child = Child(argv, cores()[0], port, env)
+        child = ServerProcess(argv, cores()[0], port, env)
         yield KeyedArm("litellm", child, [key] * NUM_CONNECTIONS)
 
 

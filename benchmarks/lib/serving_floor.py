@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 import zmq
 
-from benchmarks.lib.servers import Child
+from benchmarks.lib.servers import ServerProcess
 from rollmesh.core.process import Ready, announce, die_with_parent
 
 HELLO = b"worker"
 _PROGRAM = [sys.executable, "-m", "benchmarks.lib.serving_floor"]
 
 
-class Lap(NamedTuple):
+class RoundTripTimes(NamedTuple):
     """Times of round trips."""
 
     per_s: float
@@ -39,19 +39,19 @@ class Floor:
 
     def __init__(self, cores: set[int], num_workers: int, answer_bytes: int) -> None:
         argv = [*_PROGRAM, "router", "--workers", str(num_workers)]
-        self.router = Child(argv, cores)
+        self.router = ServerProcess(argv, cores)
         address = self.router.ready.address
         argv = [*_PROGRAM, "worker", "--router", address, "--answer-bytes", str(answer_bytes)]
-        self.workers = [Child(argv, cores) for _ in range(num_workers)]
+        self.workers = [ServerProcess(argv, cores) for _ in range(num_workers)]
         self._socket = _open(zmq.DEALER)
         self._socket.connect(address)
 
-    def lap(self, num_trips: int, window: int, ask: bytes) -> Lap:
+    def lap(self, num_trips: int, window: int, ask: bytes) -> RoundTripTimes:
         """Run `num_trips` round trips, `window` of them at a time."""
         cpu_s, began_s = self.router.cpu_s(), time.perf_counter()
         trips_s = list(self._trips(num_trips, window, ask))
         wall_s, cpu_s = time.perf_counter() - began_s, self.router.cpu_s() - cpu_s
-        return Lap(num_trips / wall_s, 1e6 * median(trips_s), 1e6 * cpu_s / num_trips)
+        return RoundTripTimes(num_trips / wall_s, 1e6 * median(trips_s), 1e6 * cpu_s / num_trips)
 
     def _trips(self, num_trips: int, window: int, ask: bytes) -> Iterator[float]:
         """Return the seconds of each round trip."""

@@ -18,7 +18,7 @@ from statistics import median
 
 import msgspec
 
-from benchmarks.lib.servers import VENVS, Child
+from benchmarks.lib.servers import VENVS, ServerProcess
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Json, SamplingPolicy, Task
@@ -28,7 +28,7 @@ TAKE_S = 60.0
 """A lap fails if nothing ends for this long."""
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class MeshShape(msgspec.Struct, frozen=True, kw_only=True):
     """Size and environment of a mesh."""
 
     env: str
@@ -40,7 +40,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
 
 
-class Lap(msgspec.Struct, frozen=True):
+class GroupTimes(msgspec.Struct, frozen=True):
     """Figures of one lap."""
 
     groups_s: list[float]
@@ -64,10 +64,10 @@ class Lap(msgspec.Struct, frozen=True):
         return 1e6 * self.cpu_s[role] / len(self.groups_s)
 
 
-class Mesh:
+class LocalMesh:
     """One router, its workers, and one client."""
 
-    def __init__(self, shape: Shape, model: Path, folder: Path) -> None:
+    def __init__(self, shape: MeshShape, model: Path, folder: Path) -> None:
         self.shape = shape
         self.cores = cores = os.sched_getaffinity(0)
         rooms = [sys.executable, "-m", "rollmesh.cli.main"]
@@ -80,12 +80,12 @@ class Mesh:
         } | {f"env_settings.{key}": value for key, value in shape.settings.items()}
         sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         engine = ["--engine", shape.engine] if shape.engine else []
-        self.router = Child([*rooms, "router", *engine, *sets], cores)
+        self.router = ServerProcess([*rooms, "router", *engine, *sets], cores)
         program = [sys.executable, "-m", "benchmarks.lib.serving_worker"]
         argv = [*(program if shape.is_prepared else [*rooms, "worker"]), *sets]
         argv += ["--router", self.router.ready.address]
         names = [f"worker-{number}" for number in range(shape.num_workers)]
-        self.workers = [Child([*argv, "--worker-id", name], cores) for name in names]
+        self.workers = [ServerProcess([*argv, "--worker-id", name], cores) for name in names]
         self.client = RolloutClient(self.router.ready.address, JournalConfig(), folder)
         self.client.start()
         self._sink = next(t for t in threading.enumerate() if t.name == "intake")
@@ -103,7 +103,7 @@ class Mesh:
             task, env=self.shape.env, num_samples=1, sampling=SamplingPolicy(), seed=0
         )
 
-    def lap(self, num_groups: int, window: int, task: Task) -> Lap:
+    def lap(self, num_groups: int, window: int, task: Task) -> GroupTimes:
         """Run `num_groups` groups, `window` at a time; RuntimeError if one does not finish."""
         asked_s: dict[GroupId, float] = {}
         groups_s: list[float] = []
@@ -131,7 +131,7 @@ class Mesh:
         self.client.done_with(ended)
         num_bytes = last.token_ids.nbytes + last.logprobs.nbytes
         num_bytes += len(msgspec.json.encode(last.record))
-        return Lap(groups_s, wall_s, spent_s, num_bytes)
+        return GroupTimes(groups_s, wall_s, spent_s, num_bytes)
 
     def _cpu_s(self) -> dict[str, float]:
         sink_s = _thread_s(self._sink.native_id)
@@ -143,14 +143,14 @@ class Mesh:
         }
 
 
-class Peer:
+class VerifiersServer:
     """verifiers' env server with its client."""
 
     def __init__(self, num_workers: int) -> None:
         script = Path(__file__).with_name("verifiers_env_server.py")
         argv = [str(_python()), str(script), "--workers", str(num_workers)]
         path = {"PYTHONPATH": str(script.parent)}
-        self._child = Child(argv, os.sched_getaffinity(0), env=path)
+        self._child = ServerProcess(argv, os.sched_getaffinity(0), env=path)
         self._line = socket.create_connection(("127.0.0.1", self._child.port)).makefile("rw")
 
     def lap(self, num_rollouts: int, window: int, shape: dict[str, int]) -> float:
@@ -166,11 +166,11 @@ class Peer:
         self._child.end()
 
 
-def start_peers() -> Sequence[Peer]:
+def start_peers() -> Sequence[VerifiersServer]:
     """Start the installed ones: one worker as the server itself, and two workers behind a
     broker.
     """
-    return [Peer(1), Peer(2)] if _python().is_file() else []
+    return [VerifiersServer(1), VerifiersServer(2)] if _python().is_file() else []
 
 
 def _python() -> Path:

@@ -49,7 +49,7 @@ TOOLS = (
 )
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutShape(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of the rollouts."""
 
     num_turns: int = 45
@@ -75,7 +75,7 @@ Pieces = list[bytes | memoryview]
 class Shots:
     """Screenshots as (head, rest) of base64 text; different numbers make different ones."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: RolloutShape) -> None:
         chance = random.Random(shape.seed)
         num_bytes = max(shape.shot_bytes, MIN_SHOT_BYTES) // 4 * 3
         made = (base64.b64encode(chance.randbytes(num_bytes)) for _ in range(POOL))
@@ -91,7 +91,7 @@ class Shots:
 class Browser:
     """One agent's conversation; `body` is its next request."""
 
-    def __init__(self, shape: Shape, shots: Shots, task: int, index: int) -> None:
+    def __init__(self, shape: RolloutShape, shots: Shots, task: int, index: int) -> None:
         self.num_unique_bytes = 0
         """Bytes of messages shown and received so far, which a recorder must hold."""
         self._shape = shape
@@ -330,7 +330,7 @@ class Seat(msgspec.Struct, frozen=True):
     num_turns: int
 
 
-class Ended(msgspec.Struct, frozen=True):
+class AgentEnd(msgspec.Struct, frozen=True):
     """The result of an agent."""
 
     how: str
@@ -358,7 +358,7 @@ class LoadSample(msgspec.Struct, frozen=True):
     """Seconds of each turn since the last line."""
 
 
-class Group:
+class SiblingGroup:
     """Siblings; their bytes count as held until the last has ended, as a group's scope holds
     them.
     """
@@ -371,28 +371,28 @@ class Group:
 class Agents:
     """All running agents."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: RolloutShape) -> None:
         self.shape = shape
         self.held: dict[str, Load] = {}
         self.counts: Counter[str] = Counter()
         self.turns_s: list[float] = []
         self._shots = Shots(shape)
-        self._groups: dict[tuple[str, int], Group] = {}
+        self._groups: dict[tuple[str, int], SiblingGroup] = {}
 
-    async def play(self, seat: Seat) -> Ended:
+    async def play(self, seat: Seat) -> AgentEnd:
         """Run one rollout."""
         port = seat.base_url.partition("//")[2].partition("/")[0].rpartition(":")[2]
         key = (port, seat.task)
-        group = self._groups.setdefault(key, Group())
+        group = self._groups.setdefault(key, SiblingGroup())
         held = self.held.setdefault(port, Load())
         browser = Browser(self.shape, self._shots, seat.task, group.num_begun)
         group.num_begun += 1
         agent = _Agent(self, held, group, browser, Line(int(port), seat.api_key))
         try:
             how = await agent.run(seat.num_turns)
-            ended = Ended(how)
+            ended = AgentEnd(how)
         except (CallError, OSError, EOFError, TimeoutError) as error:
-            ended = Ended("broken", f"{type(error).__name__}: {error}")
+            ended = AgentEnd("broken", f"{type(error).__name__}: {error}")
         finally:
             agent.line.close()
             group.num_ended += 1
@@ -408,7 +408,7 @@ class _Agent:
     """One rollout in progress."""
 
     def __init__(
-        self, agents: Agents, held: Load, group: Group, browser: Browser, line: Line
+        self, agents: Agents, held: Load, group: SiblingGroup, browser: Browser, line: Line
     ) -> None:
         self.line = line
         self._agents = agents
@@ -510,7 +510,7 @@ async def _write_log(agents: Agents, log: IO[bytes]) -> None:
 
 
 async def _serve(options: argparse.Namespace, log: IO[bytes]) -> None:
-    agents = Agents(msgspec.json.decode(options.shape, type=Shape))
+    agents = Agents(msgspec.json.decode(options.shape, type=RolloutShape))
     server = await asyncio.start_unix_server(
         lambda reader, writer: _seat(agents, reader, writer), options.socket, backlog=BACKLOG
     )

@@ -18,7 +18,7 @@ import uvloop
 from benchmarks.lib.canned_engine import (
     DONE,
     STREAM_HEAD,
-    Engine,
+    CannedEngine,
     Framed,
     Pace,
     Stream,
@@ -58,7 +58,7 @@ def write_folder(folder: Path) -> Path:
     return folder
 
 
-class SoakEngine(Engine):
+class SoakEngine(CannedEngine):
     """A canned engine whose chats are tool calls; `/generate` is unchanged."""
 
     def __init__(self, canned: Canned) -> None:

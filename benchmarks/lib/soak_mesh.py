@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import aiohttp
 import msgspec
 
-from benchmarks.lib.process_watch import Held, Metrics, held_by, is_alive
-from benchmarks.lib.servers import Child
-from benchmarks.lib.soak_agents import Ended, Seat, Shape
+from benchmarks.lib.process_watch import Metrics, OpenResources, held_by, is_alive
+from benchmarks.lib.servers import ServerProcess
+from benchmarks.lib.soak_agents import AgentEnd, RolloutShape, Seat
 from benchmarks.lib.soak_engine import write_folder
 from rollmesh.core.config import JournalConfig, RouterConfig
 from rollmesh.core.ids import GroupId
@@ -39,11 +39,11 @@ READY_S = 30.0
 ROOMS = "rollmesh.cli.main"
 
 
-class Arm(msgspec.Struct, frozen=True, kw_only=True):
+class SoakArm(msgspec.Struct, frozen=True, kw_only=True):
     """The measured processes, and the memory measures that are disabled in them."""
 
     name: str
-    shape: Shape
+    shape: RolloutShape
     num_workers: int = 1
     ablated: tuple[str, ...] = ()
     environ: dict[str, str] = {}
@@ -78,7 +78,7 @@ class Soaked(Protocol):
     def wave(self, num_groups: int, num_turns: int, stop: threading.Event) -> Wave:
         """Run `num_groups` groups to the end of the last; fewer if `stop` is set."""
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, OpenResources]:
         """Resources of the judged processes now."""
 
     def num_lost(self) -> int:
@@ -108,21 +108,21 @@ def sets(settings: Mapping[str, Any]) -> list[str]:
     return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
 
-def start_agents(places: Places, shape: Shape, stack: ExitStack) -> Child:
+def start_agents(places: Places, shape: RolloutShape, stack: ExitStack) -> ServerProcess:
     """Start the agents' process, which ends with the stack."""
     places.socket.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "benchmarks.lib.soak_agents", "--socket", str(places.socket)]
     argv += ["--shape", msgspec.json.encode(shape).decode(), "--log", str(places.load_log)]
-    child = Child(argv, os.sched_getaffinity(0))
+    child = ServerProcess(argv, os.sched_getaffinity(0))
     stack.callback(places.socket.unlink, missing_ok=True)
     stack.callback(child.end)
     return child
 
 
-def start_engine(folder: Path, stack: ExitStack) -> Child:
+def start_engine(folder: Path, stack: ExitStack) -> ServerProcess:
     """Start the canned engine."""
     argv = [sys.executable, "-m", "benchmarks.lib.soak_engine", "--folder", str(folder)]
-    child = Child(argv, os.sched_getaffinity(0))
+    child = ServerProcess(argv, os.sched_getaffinity(0))
     stack.callback(child.end)
     return child
 
@@ -130,7 +130,7 @@ def start_engine(folder: Path, stack: ExitStack) -> Child:
 class SoakMesh:
     """A mesh in tokens mode; `with` ends all of its processes."""
 
-    def __init__(self, arm: Arm, folder: Path) -> None:
+    def __init__(self, arm: SoakArm, folder: Path) -> None:
         self.arm = arm
         self.load_log = Places(folder).load_log
         self.beat_s = RouterConfig().beat_s
@@ -143,7 +143,7 @@ class SoakMesh:
             words = self._settings(model, folder)
             cores = os.sched_getaffinity(0)
             argv = [sys.executable, "-m", ROOMS, "router", "--engine", engine.ready.address]
-            self._router = Child([*argv, *words], cores)
+            self._router = ServerProcess([*argv, *words], cores)
             stack.callback(self._router.end)
             workers = {f"worker-{n}": None for n in range(arm.num_workers)}
             children = {name: self._worker(name, words, stack) for name in workers}
@@ -179,12 +179,12 @@ class SoakMesh:
         }
         return sets(settings | self.arm.settings)
 
-    def _worker(self, name: str, words: list[str], stack: ExitStack) -> Child:
+    def _worker(self, name: str, words: list[str], stack: ExitStack) -> ServerProcess:
         arm = self.arm
         argv = [sys.executable, "-m", "benchmarks.lib.soak_worker", "--lag"]
         argv += [str(self._places.lag(name)), "--ablate", ",".join(arm.ablated), "worker"]
         argv += ["--router", self._router.ready.address, "--worker-id", name, *words]
-        child = Child(argv, os.sched_getaffinity(0), env=arm.environ)
+        child = ServerProcess(argv, os.sched_getaffinity(0), env=arm.environ)
         stack.callback(child.end)
         return child
 
@@ -234,7 +234,7 @@ class SoakMesh:
             reason = str(arrival.reason)[:60]
             wave.reasons[reason] = wave.reasons.get(reason, 0) + 1
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, OpenResources]:
         """Resources of the workers and the router."""
         return {name: held_by(self.pids[name], each) for name, each in self.metrics.items()}
 
@@ -253,7 +253,7 @@ READ_BYTES = 2**18
 class SoakRelay:
     """A gateway or a bare proxy in relay mode; `with` ends all of its processes."""
 
-    def __init__(self, arm: Arm, folder: Path) -> None:
+    def __init__(self, arm: SoakArm, folder: Path) -> None:
         self.arm = arm
         self._places = places = Places(folder)
         self.load_log = places.load_log
@@ -282,11 +282,11 @@ class SoakRelay:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _bare(self) -> Child:
+    def _bare(self) -> ServerProcess:
         argv = [sys.executable, "-m", "benchmarks.lib.proxy", "--engine", self._url]
-        return Child(argv, os.sched_getaffinity(0), env=self.arm.environ)
+        return ServerProcess(argv, os.sched_getaffinity(0), env=self.arm.environ)
 
-    def _gateway(self, folder: Path) -> Child:
+    def _gateway(self, folder: Path) -> ServerProcess:
         token_file = folder / "admin.token"
         token_file.touch(0o600)
         token_file.write_text(self._token)
@@ -295,7 +295,7 @@ class SoakRelay:
         argv += ["gateway", "--engine", self._url, "--capture", "relay", "--port", "0"]
         argv += ["--host", "127.0.0.1", "--admin-token-file", str(token_file)]
         argv += sets(self.arm.settings)
-        return Child(argv, os.sched_getaffinity(0), env=self.arm.environ)
+        return ServerProcess(argv, os.sched_getaffinity(0), env=self.arm.environ)
 
     def wave(self, num_groups: int, num_turns: int, stop: threading.Event) -> Wave:
         """Run `num_groups` groups, as many at a time as there are slots."""
@@ -339,7 +339,7 @@ class SoakRelay:
     async def _play(self, seat: Seat) -> str:
         reader, writer = await asyncio.open_unix_connection(str(self._places.socket))
         writer.write(msgspec.json.encode(seat) + b"\n")
-        ended = msgspec.json.decode(await reader.readline(), type=Ended)
+        ended = msgspec.json.decode(await reader.readline(), type=AgentEnd)
         writer.close()
         return ended.how if ended.how != "broken" else f"broken: {ended.why[:80]}"
 
@@ -362,7 +362,7 @@ class SoakRelay:
         async with admin.delete(path) as answer:
             answer.raise_for_status()
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, OpenResources]:
         """Resources of the server."""
         return {name: held_by(self.pids[name], self.metrics.get(name)) for name in self.judged}
 

@@ -25,9 +25,9 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks.lib.http_load import percentile
-from benchmarks.lib.process_watch import MB, Held, Scrape, Series, Watch, peak_bytes
+from benchmarks.lib.process_watch import MB, MemorySeries, OpenResources, Scrape, Watch, peak_bytes
 from benchmarks.lib.soak_agents import LoadSample
-from benchmarks.lib.soak_mesh import Arm, Soaked, SoakMesh, SoakRelay
+from benchmarks.lib.soak_mesh import SoakArm, Soaked, SoakMesh, SoakRelay
 from benchmarks.lib.soak_worker import read_beats, read_lags
 from rollmesh.runtime.heap_trimmer import LOOK_S, MIN_INTERVAL_S
 
@@ -50,7 +50,7 @@ MAX_RSS_BYTES = 8 * 2**30
 _load_samples = msgspec.json.Decoder(LoadSample)
 
 
-class Plan(msgspec.Struct, frozen=True):
+class SoakPlan(msgspec.Struct, frozen=True):
     """Duration of an arm: `num_rollouts` in one wave, or `minutes` in waves."""
 
     num_rollouts: int = 0
@@ -58,7 +58,7 @@ class Plan(msgspec.Struct, frozen=True):
     num_waves: int = 24
 
 
-class Rest(msgspec.Struct, frozen=True):
+class WaveMemory(msgspec.Struct, frozen=True):
     """Resting memory after a wave."""
 
     num_rollouts: int
@@ -73,18 +73,18 @@ class Seen(msgspec.Struct, kw_only=True):
     name: str
     judged: list[str]
     ports: dict[str, str]
-    series: dict[str, Series]
+    series: dict[str, MemorySeries]
     peaks: dict[str, int]
     """Peaks counted by the kernel."""
     idle: dict[str, float]
     resting: dict[str, float]
-    rests: list[Rest] = []
+    rests: list[WaveMemory] = []
     scrapes: dict[str, list[Scrape]] = {}
     """Periodic readings of the bytes that each process reports to hold, by kind."""
-    cold: dict[str, Held] = {}
+    cold: dict[str, OpenResources] = {}
     """Resources before the first group, after the warm-up, and at the end."""
-    before: dict[str, Held] = {}
-    after: dict[str, Held] = {}
+    before: dict[str, OpenResources] = {}
+    after: dict[str, OpenResources] = {}
     num_missed: int = 0
     """Number of missed heartbeats and lost workers."""
     load: list[LoadSample] = []
@@ -101,7 +101,7 @@ class Seen(msgspec.Struct, kw_only=True):
     """Whether a process exceeded MAX_RSS_BYTES."""
 
 
-def run_arm(arm: Arm, plan: Plan, mode: str, folder: Path) -> Seen:
+def run_arm(arm: SoakArm, plan: SoakPlan, mode: str, folder: Path) -> Seen:
     """Run an arm in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -113,7 +113,7 @@ def run_arm(arm: Arm, plan: Plan, mode: str, folder: Path) -> Seen:
         return _soak(arm, plan, soaked, watch)
 
 
-def _soak(arm: Arm, plan: Plan, soaked: Soaked, watch: Watch) -> Seen:
+def _soak(arm: SoakArm, plan: SoakPlan, soaked: Soaked, watch: Watch) -> Seen:
     time.sleep(IDLE_S)
     seen = Seen(
         name=arm.name,
@@ -145,7 +145,7 @@ def _soak(arm: Arm, plan: Plan, soaked: Soaked, watch: Watch) -> Seen:
             break
         time.sleep(BETWEEN_S)
         num_rollouts = seen.num_groups * arm.shape.group_size
-        seen.rests.append(Rest(num_rollouts, _resting(soaked, watch)))
+        seen.rests.append(WaveMemory(num_rollouts, _resting(soaked, watch)))
         resting = max(seen.rests[-1].rss_bytes.values()) / MB
         print(f"soak: {arm.name}: {num_rollouts} rollouts, rests at {resting:.0f} MB", flush=True)
     time.sleep(max(0.0, seen.ended_s + REST_S - time.monotonic()))
@@ -172,7 +172,7 @@ def _resting(soaked: Soaked, watch: Watch) -> dict[str, float]:
     return {name: median(watch.series[name].between(since_s, now_s)) for name in soaked.judged}
 
 
-def _waves(arm: Arm, plan: Plan, seen: Seen) -> Iterator[int]:
+def _waves(arm: SoakArm, plan: SoakPlan, seen: Seen) -> Iterator[int]:
     """Yield the number of groups of each wave; a timed arm starts with a small one to measure the
     rate.
     """
@@ -223,7 +223,7 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> Slope:
     return Slope(at, at - margin, at + margin)
 
 
-def slope_of(rests: Sequence[Rest]) -> Slope | None:
+def slope_of(rests: Sequence[WaveMemory]) -> Slope | None:
     """Return the slope over all judged processes per rollout of one; None if there are too few
     points.
     """
@@ -234,7 +234,7 @@ def slope_of(rests: Sequence[Rest]) -> Slope | None:
     return slope(thousands, [sum(rest.rss_bytes.values()) / MB for rest in rests])
 
 
-class Peak(NamedTuple):
+class PeakMemory(NamedTuple):
     """The moment at which a process held most memory."""
 
     at_s: float
@@ -249,7 +249,7 @@ class Peak(NamedTuple):
         return (self.rss_bytes - self.idle_bytes) / max(1, self.load_bytes)
 
 
-def peak_of(seen: Seen, name: str) -> Peak:
+def peak_of(seen: Seen, name: str) -> PeakMemory:
     """Find the peak among the samples, since the kernel's own peak has no time."""
     series = seen.series[name]
     rss_bytes, at_s = max(zip(series.rss_bytes, series.at_s, strict=True))
@@ -258,7 +258,7 @@ def peak_of(seen: Seen, name: str) -> Peak:
         for sampled_s, num_bytes in load_of(seen, name)
         if at_s - LEAD_S <= sampled_s <= at_s
     ]
-    return Peak(at_s, rss_bytes, max(loads, default=0), seen.idle[name])
+    return PeakMemory(at_s, rss_bytes, max(loads, default=0), seen.idle[name])
 
 
 def load_of(seen: Seen, name: str) -> list[tuple[float, int]]:

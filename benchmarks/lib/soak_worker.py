@@ -28,7 +28,7 @@ import msgspec
 import uvloop
 
 from benchmarks.lib.serving_worker import PlainEnv
-from benchmarks.lib.soak_agents import Ended, Seat
+from benchmarks.lib.soak_agents import AgentEnd, Seat
 from rollmesh.cli import main as cli
 from rollmesh.core.errors import AgentFailed
 from rollmesh.core.heap import Heap
@@ -145,7 +145,7 @@ class SoakEnv(PlainEnv):
         reader, writer = await asyncio.open_unix_connection(self._socket)
         try:
             writer.write(msgspec.json.encode(seat) + b"\n")
-            ended = msgspec.json.decode(await reader.readline(), type=Ended)
+            ended = msgspec.json.decode(await reader.readline(), type=AgentEnd)
         finally:
             writer.close()
         if ended.how != "done":

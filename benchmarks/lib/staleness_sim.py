@@ -77,18 +77,18 @@ class FleetShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_groups * self.group_size
 
 
-class Task(msgspec.Struct, frozen=True):
+class SizedTask(msgspec.Struct, frozen=True):
     """A task and the median length of its rollouts."""
 
     number: int
     median_tokens: float
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class RequestedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A request of a task."""
 
     group_id: GroupId
-    task: Task
+    task: SizedTask
     num_requeued: int
     lengths: tuple[int, ...]
     """Lengths of its rollouts, in tokens."""
@@ -97,7 +97,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Train steps of the weights that sample its first tokens."""
 
 
-class Lengths:
+class LengthSampler:
     """Draw tasks and the lengths of their rollouts."""
 
     def __init__(self, shape: FleetShape, seed: int) -> None:
@@ -106,16 +106,16 @@ class Lengths:
         self._tasks = random.Random(f"{seed}/tasks")
         self._num_tasks = 0
 
-    def task(self) -> Task:
+    def task(self) -> SizedTask:
         """Draw the next task."""
         shape, chance = self._shape, self._tasks
         is_rare = chance.random() < shape.rare_share
         spread = chance.gauss(0.0, shape.task_spread)
         median = shape.median_tokens * math.exp(spread) * (shape.rare_factor if is_rare else 1.0)
         self._num_tasks += 1
-        return Task(self._num_tasks - 1, median)
+        return SizedTask(self._num_tasks - 1, median)
 
-    def lengths(self, task: Task, num_requeued: int) -> tuple[int, ...]:
+    def lengths(self, task: SizedTask, num_requeued: int) -> tuple[int, ...]:
         """Lengths of a group, a function of the task and the number of its requests."""
         chance = random.Random(f"{self._seed}/{task.number}/{num_requeued}")
         spread = self._shape.sibling_spread
@@ -128,7 +128,7 @@ class Lengths:
 FAR = 10**9
 
 
-class Taken(msgspec.Struct):
+class StepBatch(msgspec.Struct):
     """The batch of a step, and groups that are too old for any step."""
 
     batch: list[GroupId] = []
@@ -137,7 +137,7 @@ class Taken(msgspec.Struct):
     stale: list[GroupId] = []
 
 
-class Arm(Protocol):
+class StalenessRule(Protocol):
     """A rule that bounds staleness."""
 
     name: str
@@ -149,13 +149,13 @@ class Arm(Protocol):
     def capacity(self) -> int:
         """Rollouts that may be requested."""
 
-    def asked(self, group: Group) -> None:
+    def asked(self, group: RequestedGroup) -> None:
         """Handle that a group was requested."""
 
-    def arrived(self, group: Group, newest_steps: tuple[int, ...]) -> None:
+    def arrived(self, group: RequestedGroup, newest_steps: tuple[int, ...]) -> None:
         """Handle that a group has ended; `newest_steps` are of its rollouts' last tokens."""
 
-    def take(self, step: int, num_rollouts: int) -> Taken:
+    def take(self, step: int, num_rollouts: int) -> StepBatch:
         """Return the batch of `step`, of `num_rollouts` (0: the configured batch)."""
 
     def published(self, step: int) -> None:
@@ -180,15 +180,15 @@ class Managed:
     def capacity(self) -> int:
         return self._manager.capacity
 
-    def asked(self, group: Group) -> None:
+    def asked(self, group: RequestedGroup) -> None:
         self._manager.step(GroupAdmitted(group.group_id, len(group.lengths)))
 
-    def arrived(self, group: Group, newest_steps: tuple[int, ...]) -> None:
+    def arrived(self, group: RequestedGroup, newest_steps: tuple[int, ...]) -> None:
         num = len(group.lengths)
         self._manager.step(GroupArrived(group.group_id, num, group.asked_step, newest_steps))
 
-    def take(self, step: int, num_rollouts: int) -> Taken:
-        taken = Taken()
+    def take(self, step: int, num_rollouts: int) -> StepBatch:
+        taken = StepBatch()
         for action in self._manager.step(TakeBatch(step, num_rollouts)):
             match action:
                 case GroupStale():
@@ -223,30 +223,30 @@ class Known:
     def capacity(self) -> int:
         return max(0, self._known.get_capacity()) * self._size
 
-    def asked(self, group: Group) -> None:
+    def asked(self, group: RequestedGroup) -> None:
         self._known.on_rollout_enqueued()
         self._known.on_rollout_submitted()
 
-    def arrived(self, group: Group, newest_steps: tuple[int, ...]) -> None:
+    def arrived(self, group: RequestedGroup, newest_steps: tuple[int, ...]) -> None:
         del newest_steps
         self._known.on_rollout_accepted()
         self._ready.append((group.started_s, group.group_id))
 
-    def take(self, step: int, num_rollouts: int) -> Taken:
+    def take(self, step: int, num_rollouts: int) -> StepBatch:
         del step
         wanted = -(-num_rollouts // self._size) or self._batch
         if len(self._ready) < wanted:
-            return Taken()
+            return StepBatch()
         self._ready.sort()
         batch = [group_id for _, group_id in self._ready[:wanted]]
         del self._ready[:wanted]
-        return Taken(batch)
+        return StepBatch(batch)
 
     def published(self, step: int) -> None:
         self._version = step
 
 
-def arms(shape: FleetShape) -> list[Arm]:
+def arms(shape: FleetShape) -> list[StalenessRule]:
     """Return all arms."""
     bound = shape.max_staleness
     waits = [Managed(f"wait, bound {far}", "wait", shape, far) for far in (0, 4, 8)]
@@ -262,7 +262,7 @@ def arms(shape: FleetShape) -> list[Arm]:
     ]
 
 
-class Outcome(msgspec.Struct):
+class RunFigures(msgspec.Struct):
     """Figures of one run, or of several together."""
 
     seconds: float = 0.0
@@ -281,7 +281,7 @@ class Outcome(msgspec.Struct):
     num_dropped: int = 0
     num_requeued: int = 0
 
-    def add(self, other: "Outcome") -> None:
+    def add(self, other: "RunFigures") -> None:
         """Add the figures of another run."""
         for name in self.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -305,25 +305,25 @@ class Outcome(msgspec.Struct):
 class World:
     """One simulated run."""
 
-    def __init__(self, shape: FleetShape, arm: Arm, seed: int) -> None:
+    def __init__(self, shape: FleetShape, arm: StalenessRule, seed: int) -> None:
         self._shape = shape
         self._arm = arm
-        self._lengths = Lengths(shape, seed)
+        self._lengths = LengthSampler(shape, seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._now_s = 0.0
         self._published_s = [0.0]
         """Times at which the weights after 0, 1, 2... steps reached the engines."""
-        self._running: dict[GroupId, Group] = {}
-        self._ready: dict[GroupId, Group] = {}
-        self._again = collections.deque[tuple[Task, int]]()
+        self._running: dict[GroupId, RequestedGroup] = {}
+        self._ready: dict[GroupId, RequestedGroup] = {}
+        self._again = collections.deque[tuple[SizedTask, int]]()
         self._num_asked = 0
         self._step = 0
         self._is_training = self._is_publishing = False
         self._is_over = False
-        self.outcome = Outcome()
+        self.outcome = RunFigures()
 
-    def run(self, num_steps: int) -> Outcome:
+    def run(self, num_steps: int) -> RunFigures:
         """Run `num_steps` steps, then drain: request nothing more, and let all groups end."""
         self._advance()
         while self._events:
@@ -349,7 +349,7 @@ class World:
     def _ask(self) -> None:
         while not self._is_over and self._arm.capacity() > 0:
             task, num_requeued = self._next_task()
-            group = Group(
+            group = RequestedGroup(
                 group_id=GroupId("sim", self._num_asked),
                 task=task,
                 num_requeued=num_requeued,
@@ -367,10 +367,10 @@ class World:
                 max(group.lengths) / self._shape.tokens_per_s, functools.partial(self._end, group)
             )
 
-    def _next_task(self) -> tuple[Task, int]:
+    def _next_task(self) -> tuple[SizedTask, int]:
         return self._again.popleft() if self._again else (self._lengths.task(), 0)
 
-    def _end(self, group: Group) -> None:
+    def _end(self, group: RequestedGroup) -> None:
         del self._running[group.group_id]
         self._ready[group.group_id] = group
         ends_s = [group.started_s + each / self._shape.tokens_per_s for each in group.lengths]
@@ -391,13 +391,13 @@ class World:
         elif taken.stale:
             self._take()
 
-    def _train(self, groups: list[Group], oldest_step: int) -> None:
+    def _train(self, groups: list[RequestedGroup], oldest_step: int) -> None:
         self._is_training = True
         tokens = sum(self._record(group, oldest_step) for group in groups)
         step_s = self._shape.step_s + tokens / self._shape.trained_tokens_per_s
         self._after(step_s, self._end_step)
 
-    def _record(self, group: Group, oldest_step: int) -> int:
+    def _record(self, group: RequestedGroup, oldest_step: int) -> int:
         """Record a rollout that trains; return its number of trained tokens."""
         age = self._step - max(group.asked_step, oldest_step)
         assert age <= self._arm.bound, f"{self._arm.name}: {group.group_id} is {age} steps old"
@@ -418,7 +418,7 @@ class World:
         return sum(left)
 
     @staticmethod
-    def _masks(group: Group, oldest_step: int) -> bool:
+    def _masks(group: RequestedGroup, oldest_step: int) -> bool:
         return group.asked_step < oldest_step
 
     def _end_step(self) -> None:
@@ -437,7 +437,7 @@ class World:
             self._published_s.append(self._now_s)
         self._arm.published(step)
 
-    def _drop(self, group: Group) -> None:
+    def _drop(self, group: RequestedGroup) -> None:
         if self._arm.requeues and group.num_requeued < MAX_REQUEUES and not self._is_over:
             self.outcome.num_requeued += len(group.lengths)
             self._again.append((group.task, group.num_requeued + 1))

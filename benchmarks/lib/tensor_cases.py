@@ -19,15 +19,15 @@ from statistics import median
 
 from benchmarks.lib.http_load import percentile
 from benchmarks.lib.process_watch import private_bytes
-from benchmarks.lib.tensor_mesh import Bench, Lap, Party, check, fetch_of, settle
-from benchmarks.lib.tensor_protocol import EndStep, Fetched, Held, Publish, Published
+from benchmarks.lib.tensor_mesh import Party, StepTimes, TensorBench, check, fetch_of, settle
+from benchmarks.lib.tensor_protocol import BatchStored, EndStepRequest, Fetched, HeldBytes, Publish
 from rollmesh.tensors.handles import UNTAGGED, RTensor, pack, unpack
 
 NUM_CONSUMERS = 8
 NUM_HANDLES = 2_048
 
 
-def big(bench: Bench) -> None:
+def big(bench: TensorBench) -> None:
     """294 MiB: times, the consumer's memory, and the time to read the batch."""
     for name, laps in _compare(bench, "big").items():
         bench.note(f"big.{name}", {
@@ -37,12 +37,12 @@ def big(bench: Bench) -> None:
         })  # fmt: skip
 
 
-def small(bench: Bench) -> None:
+def small(bench: TensorBench) -> None:
     """2,048 shards."""
     _compare(bench, "small")
 
 
-def tiny(bench: Bench) -> None:
+def tiny(bench: TensorBench) -> None:
     """The latency of one fetch."""
     for name, (_, *laps) in bench.rounds("tiny", one_by_one=True).items():
         took_s = [each for lap in laps for each in lap.fetched.took_s]
@@ -53,7 +53,7 @@ def tiny(bench: Bench) -> None:
         })  # fmt: skip
 
 
-def _compare(bench: Bench, case: str) -> dict[str, list[Lap]]:
+def _compare(bench: TensorBench, case: str) -> dict[str, list[StepTimes]]:
     """Run a batch through every arm and the baselines; return all laps, including the warm-up."""
     all_laps = bench.rounds(case)
     laps = {name: mine[1:] for name, mine in all_laps.items()}
@@ -77,12 +77,14 @@ def _compare(bench: Bench, case: str) -> dict[str, list[Lap]]:
     return all_laps
 
 
-def _ratio(slow: Sequence[Lap], fast: Sequence[Lap], of: Callable[[Lap], float]) -> float:
+def _ratio(
+    slow: Sequence[StepTimes], fast: Sequence[StepTimes], of: Callable[[StepTimes], float]
+) -> float:
     """Note speed-ups of neighbouring laps; the pioneer has fewer laps."""
     return median(of(a) / of(b) for a, b in zip(slow, fast, strict=False))
 
 
-def fanout(bench: Bench) -> None:
+def fanout(bench: TensorBench) -> None:
     """Let eight consumers fetch the same batch, beside the owner and on another host.
 
     Notes socket traffic and the private memory of each consumer.
@@ -102,9 +104,11 @@ def fanout(bench: Bench) -> None:
             party.end()
 
 
-def _fan_out(bench: Bench, owner: Party, consumers: list[Party]) -> tuple[float, float, float]:
+def _fan_out(
+    bench: TensorBench, owner: Party, consumers: list[Party]
+) -> tuple[float, float, float]:
     step = next(bench.steps)
-    published = owner.ask(Publish("big", step, step), Published)
+    published = owner.ask(Publish("big", step, step), BatchStored)
     private, received = _private_bytes(consumers), _received_bytes()
     for each in consumers:
         each.send(fetch_of(published))
@@ -113,8 +117,8 @@ def _fan_out(bench: Bench, owner: Party, consumers: list[Party]) -> tuple[float,
     private = _private_bytes(consumers) - private
     for each, got in zip(consumers, fetched, strict=True):
         check(got, published, each)
-        each.ask(EndStep(step), Held)
-    owner.ask(EndStep(step), Held)
+        each.ask(EndStepRequest(step), HeldBytes)
+    owner.ask(EndStepRequest(step), HeldBytes)
     settle(owner)
     slowest_s = max(sum(each.took_s) for each in fetched)
     return received / published.num_bytes, private / published.num_bytes, slowest_s
@@ -132,7 +136,7 @@ def _received_bytes() -> int:
     return int(line.partition(":")[2].split()[0])
 
 
-def handles(bench: Bench) -> None:
+def handles(bench: TensorBench) -> None:
     """Pack and unpack a batch's handles as one message; the fastest of many rounds."""
     incarnation, owner = 7, "tcp://127.0.0.1:41234"
     made = [

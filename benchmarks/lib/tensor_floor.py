@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks.lib.tensor_protocol import BLOCK_BYTES, Bytes, Held, Piece, Stored, sum_of
+from benchmarks.lib.tensor_protocol import BLOCK_BYTES, Bytes, HeldBytes, Piece, Stored, sum_of
 
 RUN = struct.Struct("<II")
 """Number of the first array, and the number of arrays."""
@@ -62,9 +62,9 @@ class RawOwner:
     def end_step(self, step: int) -> None:
         """Free nothing."""
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Count nothing."""
-        return Held()
+        return HeldBytes()
 
     def close(self) -> None:
         """Stop listening."""
@@ -117,9 +117,9 @@ class RawConsumer:
     def end_step(self, step: int) -> None:
         """Free nothing."""
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Count nothing."""
-        return Held()
+        return HeldBytes()
 
     def close(self) -> None:
         """Close the connection."""

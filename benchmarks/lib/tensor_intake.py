@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.lib.tensor_mesh import Bench, PartyError
+from benchmarks.lib.tensor_mesh import PartyError, TensorBench
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import (
@@ -53,7 +53,7 @@ class Costs(NamedTuple):
     step_cpu_s: float
 
 
-def intake(bench: Bench) -> None:
+def intake(bench: TensorBench) -> None:
     """Measure both batches."""
     for name, (num_samples, num_tokens) in SIZES.items():
         groups = [_group(seq, num_tokens) for seq in range(num_samples // GROUP_SIZE)]
@@ -65,7 +65,7 @@ def intake(bench: Bench) -> None:
             store.close()
 
 
-def _compare(bench: Bench, name: str, groups: Sequence[Finished], store: OwnerStore) -> None:
+def _compare(bench: TensorBench, name: str, groups: Sequence[Finished], store: OwnerStore) -> None:
     room = StoreAllocator(store)
     arms: dict[str, tuple[Lay, Callable[[list[Sample]], list[Sample]]]] = {
         "room": (room.allocate, lambda samples: samples),

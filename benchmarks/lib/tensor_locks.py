@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from benchmarks.lib.tensor_mesh import Bench
+from benchmarks.lib.tensor_mesh import TensorBench
 from rollmesh.core.clock import SystemClock
 from rollmesh.tensors.arena import Arena
 from rollmesh.tensors.fetch_buffer import FetchBuffer
@@ -47,7 +47,7 @@ class TimedLock:
         self._lock.release()
 
 
-def locks(bench: Bench) -> None:
+def locks(bench: TensorBench) -> None:
     """Measure a store and a buffer, each emptied in both ways."""
     ways: dict[str, _Empty] = {
         "clear": lambda room, ids: room.clear(ids),

@@ -21,13 +21,13 @@ import msgspec
 from benchmarks.lib.process_watch import memory_of, peak_bytes
 from benchmarks.lib.tensor_protocol import (
     Ask,
-    EndStep,
-    Fetch,
+    BatchStored,
+    EndStepRequest,
     Fetched,
-    Held,
+    FetchRequest,
+    HeldBytes,
     Look,
     Publish,
-    Published,
 )
 
 T = TypeVar("T")
@@ -78,9 +78,9 @@ class Party:
         self.send(ask)
         return self.receive(kind)
 
-    def look(self) -> Held:
+    def look(self) -> HeldBytes:
         """Return what the process holds."""
-        return self.ask(Look(), Held)
+        return self.ask(Look(), HeldBytes)
 
     def reset_peak(self) -> None:
         """Set the peak to the current resident memory."""
@@ -106,7 +106,7 @@ class Party:
             self._process.wait()
 
 
-class Lap(NamedTuple):
+class StepTimes(NamedTuple):
     """One step of one arm."""
 
     num_bytes: int
@@ -123,7 +123,7 @@ class Lap(NamedTuple):
         return sum(self.fetched.took_s)
 
 
-class Arm:
+class TensorPair:
     """An owner and its consumer."""
 
     def __init__(self, owner: Party, consumer: Party, steps: "itertools.count[int]") -> None:
@@ -133,19 +133,19 @@ class Arm:
         consumer.look()  # it answers once its imports are loaded
         self._idle_bytes = memory_of(consumer.pid)[0]
 
-    def lap(self, batch: str, *, one_by_one: bool = False) -> Lap:
+    def lap(self, batch: str, *, one_by_one: bool = False) -> StepTimes:
         """Transfer and free a batch; raise PartyError if other data arrives."""
         step = next(self._steps)
-        published = self.owner.ask(Publish(batch, step, step), Published)
+        published = self.owner.ask(Publish(batch, step, step), BatchStored)
         self._consumer.reset_peak()
         before = self.owner.look()
         fetched = self._consumer.ask(fetch_of(published, one_by_one=one_by_one), Fetched)
         after, most_bytes = self.owner.look(), self._consumer.peak_bytes()
         check(fetched, published, self._consumer)
-        self._consumer.ask(EndStep(step), Held)
-        self.owner.ask(EndStep(step), Held)
+        self._consumer.ask(EndStepRequest(step), HeldBytes)
+        self.owner.ask(EndStepRequest(step), HeldBytes)
         settle(self.owner)
-        return Lap(
+        return StepTimes(
             num_bytes=published.num_bytes,
             publish_s=published.took_s,
             publish_cpu_s=published.cpu_s,
@@ -155,12 +155,12 @@ class Arm:
         )
 
 
-def fetch_of(published: Published, *, one_by_one: bool = False) -> Fetch:
+def fetch_of(published: BatchStored, *, one_by_one: bool = False) -> FetchRequest:
     """Return the request that fetches a published batch."""
-    return Fetch(published.address, published.handles, one_by_one)
+    return FetchRequest(published.address, published.handles, one_by_one)
 
 
-def check(fetched: Fetched, published: Published, consumer: Party) -> None:
+def check(fetched: Fetched, published: BatchStored, consumer: Party) -> None:
     """Raise PartyError unless every word arrived, in order."""
     if fetched.digest != published.digest:
         raise PartyError(f"the {consumer.name} has other bytes than were published")
@@ -175,7 +175,7 @@ def settle(owner: Party) -> None:
         time.sleep(POLL_S)
 
 
-class Bench:
+class TensorBench:
     """State shared by the cases, and the figures so far."""
 
     def __init__(self, options: Namespace, stack: ExitStack) -> None:
@@ -184,7 +184,7 @@ class Bench:
         self.figures: dict[str, float] = {}
         self.steps = itertools.count(1)
         self._stack = stack
-        self._arms: dict[str, Arm] = {}
+        self._arms: dict[str, TensorPair] = {}
 
     def party(self, role: str, arm: str) -> Party:
         """Start a process that ends with the run."""
@@ -193,19 +193,19 @@ class Bench:
         return party
 
     @property
-    def arms(self) -> Mapping[str, Arm]:
+    def arms(self) -> Mapping[str, TensorPair]:
         """The compared arms."""
         if not self._arms:
             for name in COMPARED:
                 is_warm = name == "raw_warm"
                 owner = self._arms["raw"].owner if is_warm else self.party("owner", name)
-                self._arms[name] = Arm(owner, self.party("consumer", name), self.steps)
+                self._arms[name] = TensorPair(owner, self.party("consumer", name), self.steps)
         return self._arms
 
-    def rounds(self, batch: str, *, one_by_one: bool = False) -> dict[str, list[Lap]]:
+    def rounds(self, batch: str, *, one_by_one: bool = False) -> dict[str, list[StepTimes]]:
         """Run laps, one arm after the other; the first lap of each is a warm-up."""
         num_rounds = 3 if self.is_quick else 7
-        laps: dict[str, list[Lap]] = {name: [] for name in self.arms}
+        laps: dict[str, list[StepTimes]] = {name: [] for name in self.arms}
         for number in range(1 + num_rounds):
             for name, arm in self.arms.items():
                 # A lap of the pioneer takes seconds, and its ratios do not depend on neighbouring

@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from benchmarks.lib.tensor_protocol import Bytes, Held, Piece, Stored, sum_of
+from benchmarks.lib.tensor_protocol import Bytes, HeldBytes, Piece, Stored, sum_of
 from rollmesh.core.process import http_address, listen
 
 MAX_SHARDS = 32
@@ -52,9 +52,9 @@ class PioneerOwner:
         del step
         self._shards, self._pieces = {}, ()
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Count the stored shards."""
-        return Held(len(self._shards), sum(each.data.nbytes for each in self._shards.values()))
+        return HeldBytes(len(self._shards), sum(each.data.nbytes for each in self._shards.values()))
 
     def close(self) -> None:
         """Stop listening."""
@@ -119,9 +119,9 @@ class PioneerConsumer:
     def end_step(self, step: int) -> None:
         """Free nothing."""
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Count nothing."""
-        return Held()
+        return HeldBytes()
 
     def close(self) -> None:
         """Do nothing: no connection is open between calls."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.lib.tensor_protocol import MIB, Held, Piece, Stored
+from benchmarks.lib.tensor_protocol import MIB, HeldBytes, Piece, Stored
 from rollmesh.compat import fetch_buffer_stats, flatten_shard_ids, storage_stats
 from rollmesh.core.clock import SystemClock
 from rollmesh.tensors.arena import Arena
@@ -63,10 +63,10 @@ class ShmOwner:
         """Free shards tagged up to `step`."""
         self._plane.end_step(step)
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Counts of the store."""
         retained_bytes = self._store.stats().retained_bytes
-        return Held(retained_bytes=retained_bytes, **storage_stats())
+        return HeldBytes(retained_bytes=retained_bytes, **storage_stats())
 
     def close(self) -> None:
         """Stop the server and free the segment with the store."""
@@ -108,9 +108,9 @@ class ShmConsumer:
         """Free the step's shards in the buffer."""
         self._plane.end_step(step)
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Counts of the buffer."""
-        return Held(**fetch_buffer_stats())
+        return HeldBytes(**fetch_buffer_stats())
 
     def close(self) -> None:
         """Close the connections."""

@@ -21,15 +21,15 @@ import msgspec
 from benchmarks.lib.tensor_protocol import (
     ARMS,
     Ask,
+    BatchStored,
     Consumer,
-    EndStep,
-    Fetch,
+    EndStepRequest,
     Fetched,
-    Held,
-    Owner,
+    FetchRequest,
+    HeldBytes,
     Publish,
-    Published,
     Stored,
+    TensorOwner,
     digest,
     digest_of,
     make,
@@ -40,7 +40,7 @@ from rollmesh.core.process import die_with_parent
 class OwnerParty:
     """Answers requests for an owner."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: TensorOwner) -> None:
         self._owner = owner
 
     def answer(self, ask: Ask) -> msgspec.Struct:
@@ -48,11 +48,11 @@ class OwnerParty:
         match ask:
             case Publish():
                 return self._publish(ask)
-            case EndStep(step):
+            case EndStepRequest(step):
                 self._owner.end_step(step)
         return with_cpu_time(self._owner.held())
 
-    def _publish(self, ask: Publish) -> Published:
+    def _publish(self, ask: Publish) -> BatchStored:
         pieces = make(ask.batch, ask.seed)
         self._owner.prepare(pieces)
         began_s, cpu_s = time.perf_counter(), time.process_time()
@@ -60,7 +60,7 @@ class OwnerParty:
         took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
         stored = self._owner.take(ask.step)
         num_bytes = sum(each.data.nbytes for each in pieces)
-        return Published(*stored, num_bytes, digest_of(pieces), took_s, cpu_s)
+        return BatchStored(*stored, num_bytes, digest_of(pieces), took_s, cpu_s)
 
 
 class ConsumerParty:
@@ -73,14 +73,14 @@ class ConsumerParty:
     def answer(self, ask: Ask) -> msgspec.Struct:
         """Carry out a request and return its answer."""
         match ask:
-            case Fetch():
+            case FetchRequest():
                 return self._fetch(ask)
-            case EndStep(step):
+            case EndStepRequest(step):
                 self._arrays = []
                 self._consumer.end_step(step)
         return with_cpu_time(self._consumer.held())
 
-    def _fetch(self, ask: Fetch) -> Fetched:
+    def _fetch(self, ask: FetchRequest) -> Fetched:
         items = self._consumer.prepare(Stored(ask.address, ask.handles))
         calls = [[item] for item in items] if ask.one_by_one else [items]
         took_s: list[float] = []
@@ -100,7 +100,7 @@ class ConsumerParty:
         return found, time.perf_counter() - began_s
 
 
-def with_cpu_time(held: Held) -> Held:
+def with_cpu_time(held: HeldBytes) -> HeldBytes:
     """Add the current CPU time."""
     return msgspec.structs.replace(held, cpu_s=time.process_time())
 

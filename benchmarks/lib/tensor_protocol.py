@@ -5,7 +5,7 @@
     tiny       arrays of 1 KiB
     shifting   300 MiB in 24 to 64 arrays of six dtypes, never of the same shapes
 
-    Publish > Published      Fetch > Fetched      EndStep | Look > Held
+    Publish > Published      Fetch > Fetched      EndStepRequest | Look > Held
 
 - A batch is the same in every process that makes it with the same seed. Arrays are views of one
   random block, begin at 64 bytes, and are whole 64-bit words, by which they are summed.
@@ -123,7 +123,7 @@ class Publish(msgspec.Struct, tag=True):
     step: int
 
 
-class Published(msgspec.Struct):
+class BatchStored(msgspec.Struct):
     """Answer: the batch is stored."""
 
     address: str
@@ -134,7 +134,7 @@ class Published(msgspec.Struct):
     cpu_s: float
 
 
-class Fetch(msgspec.Struct, tag=True):
+class FetchRequest(msgspec.Struct, tag=True):
     """Request to a consumer: fetch a batch, in one call or one call per array."""
 
     address: str
@@ -154,7 +154,7 @@ class Fetched(msgspec.Struct):
     """Time to read all arrays, which maps pages that are not yet mapped."""
 
 
-class EndStep(msgspec.Struct, tag=True):
+class EndStepRequest(msgspec.Struct, tag=True):
     """Request to both: end `step`."""
 
     step: int
@@ -164,7 +164,7 @@ class Look(msgspec.Struct, tag=True):
     """Request to both: report what is held."""
 
 
-class Held(msgspec.Struct, omit_defaults=True):
+class HeldBytes(msgspec.Struct, omit_defaults=True):
     """Answer: tensors and bytes that the process holds."""
 
     num_tensors: int = 0
@@ -179,7 +179,7 @@ class Held(msgspec.Struct, omit_defaults=True):
         return not (self.num_tensors or self.total_bytes or self.retained_bytes)
 
 
-Ask = Publish | Fetch | EndStep | Look
+Ask = Publish | FetchRequest | EndStepRequest | Look
 
 
 class Stored(NamedTuple):
@@ -189,7 +189,7 @@ class Stored(NamedTuple):
     handles: bytes
 
 
-class Owner(Protocol):
+class TensorOwner(Protocol):
     """Owner side of an arm."""
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
@@ -204,7 +204,7 @@ class Owner(Protocol):
     def end_step(self, step: int) -> None:
         """Free the arrays of a step."""
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Count what is stored."""
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class Consumer(Protocol):
     def end_step(self, step: int) -> None:
         """Free what is kept of a step."""
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Count what is kept."""
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from benchmarks.lib.process_watch import MB, memory_of
 from benchmarks.lib.soak_run import Slope, slope
-from benchmarks.lib.tensor_mesh import Bench, Party, check, fetch_of, settle
-from benchmarks.lib.tensor_protocol import EndStep, Fetched, Held, Publish, Published
+from benchmarks.lib.tensor_mesh import Party, TensorBench, check, fetch_of, settle
+from benchmarks.lib.tensor_protocol import BatchStored, EndStepRequest, Fetched, HeldBytes, Publish
 
 MIN_STEPS = 5
 """Fewest steps for which a slope is computed."""
@@ -23,7 +23,7 @@ JUDGED_STEPS = 100
 GIB = 2**30
 
 
-class Rest(NamedTuple):
+class StepMemory(NamedTuple):
     """Measurements after one step."""
 
     num_bytes: int
@@ -37,14 +37,14 @@ class Rest(NamedTuple):
 class Pair:
     """An owner and a consumer that run through all steps."""
 
-    def __init__(self, bench: Bench, arm: str) -> None:
+    def __init__(self, bench: TensorBench, arm: str) -> None:
         self.owner, self.consumer = bench.party("owner", arm), bench.party("consumer", arm)
 
 
 class Steps:
     """The pairs of shared memory and of TCP."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: TensorBench) -> None:
         self._pairs = {arm: Pair(bench, arm) for arm in ("shm", "tcp")}
 
     @property
@@ -54,22 +54,22 @@ class Steps:
         owners = {f"{arm}_owner": pair.owner for arm, pair in pairs}
         return owners | {f"{arm}_consumer": pair.consumer for arm, pair in pairs}
 
-    def run(self, step: int) -> Rest:
+    def run(self, step: int) -> StepMemory:
         """Run one step; raise PartyError if other bytes arrive or something is not freed."""
         pairs = self._pairs.values()
         for pair in pairs:
             pair.owner.send(Publish("shifting", step, step))
-        published = [pair.owner.receive(Published) for pair in pairs]
+        published = [pair.owner.receive(BatchStored) for pair in pairs]
         for pair, each in zip(pairs, published, strict=True):
             pair.consumer.send(fetch_of(each))
         for pair, each in zip(pairs, published, strict=True):
             check(pair.consumer.receive(Fetched), each, pair.consumer)
         # Consumers first: they map memory that the owners free.
         ending = [pair.consumer for pair in pairs] + [pair.owner for pair in pairs]
-        held = [party.ask(EndStep(step), Held) for party in ending]
+        held = [party.ask(EndStepRequest(step), HeldBytes) for party in ending]
         for pair in pairs:
             settle(pair.owner)
-        return Rest(
+        return StepMemory(
             num_bytes=published[0].num_bytes,
             left_bytes=max(each.total_bytes for each in held),
             left_tensors=max(each.num_tensors for each in held),
@@ -77,7 +77,7 @@ class Steps:
         )
 
 
-def steps(bench: Bench) -> None:
+def steps(bench: TensorBench) -> None:
     """Run all steps; check the shared memory left after the owners end."""
     mesh, began_s = Steps(bench), time.monotonic()
     rests = [mesh.run(step) for step in range(1, bench.num_steps + 1)]
@@ -106,7 +106,7 @@ def steps(bench: Bench) -> None:
         bench.note("steps", {"worst_slope_mb_per_100": worst})
 
 
-def _slope_of(name: str, rests: Sequence[Rest]) -> Slope:
+def _slope_of(name: str, rests: Sequence[StepMemory]) -> Slope:
     first = len(rests) // 10
     hundreds = [number / 100 for number in range(first, len(rests))]
     return slope(hundreds, [each.rss_bytes[name] / MB for each in rests[first:]])

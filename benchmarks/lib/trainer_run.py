@@ -63,7 +63,7 @@ REST_S = 4.0
 """Long enough for the background work of an idle trainer."""
 
 
-class Rest(msgspec.Struct):
+class TrainerMemory(msgspec.Struct):
     """Memory of a trainer that waits for its next batch."""
 
     num_steps: int
@@ -73,7 +73,7 @@ class Rest(msgspec.Struct):
     """Objects tracked by Python's garbage collector."""
 
 
-class Lengths:
+class InstantClient:
     """A client whose groups end as soon as they are requested, one take later."""
 
     def __init__(self, seed: int, longest: int, vocab_size: int, rests: list[int]) -> None:
@@ -194,7 +194,7 @@ class Lengths:
 def print_rest(num_steps: int) -> None:
     """Print the resident memory."""
     memory = psutil.Process().memory_info()
-    rest = Rest(num_steps, memory.rss, len(gc.get_objects()))
+    rest = TrainerMemory(num_steps, memory.rss, len(gc.get_objects()))
     print(msgspec.json.encode(rest).decode(), flush=True)
 
 
@@ -232,7 +232,7 @@ def main() -> None:
     model = write_tiny_model(folder / "model", TEXTS, TinyShape(max_positions=longest), seed=0)
     # Two more steps, since the loop may have taken the next batch when it ends the last step.
     config = config_of(folder, rests[-1] + 2)
-    client = Lengths(0, longest, int(model.config.vocab_size), rests)
+    client = InstantClient(0, longest, int(model.config.vocab_size), rests)
     del model
     reports = RunRecords(folder, SystemClock()), Tally()
     tasks = (Task(id=str(number)) for number in itertools.count())

@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 import msgspec
 
-from examples.bugs.functions import FUNCTIONS, Function
+from examples.bugs.functions import FUNCTIONS, CheckedFunction
 
 SWAPS: dict[type[ast.AST] | None, type[ast.AST]] = {
     ast.Lt: ast.Gt,
@@ -28,7 +28,7 @@ class Bug(msgspec.Struct, frozen=True):
     """A function with a bug."""
 
     id: str
-    function: Function
+    function: CheckedFunction
     source: str
 
 
@@ -37,7 +37,7 @@ def all_bugs() -> list[Bug]:
     return [bug for function in FUNCTIONS for bug in _bugs(function)]
 
 
-def _bugs(function: Function) -> Iterator[Bug]:
+def _bugs(function: CheckedFunction) -> Iterator[Bug]:
     num_places = len(_places(ast.parse(function.source)))
     for number in range(num_places):
         tree = ast.parse(function.source)

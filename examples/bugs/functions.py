@@ -7,7 +7,7 @@
 import msgspec
 
 
-class Function(msgspec.Struct, frozen=True):
+class CheckedFunction(msgspec.Struct, frozen=True):
     """A function's source, and lines of assertions about it."""
 
     name: str
@@ -16,7 +16,7 @@ class Function(msgspec.Struct, frozen=True):
 
 
 FUNCTIONS = (
-    Function(
+    CheckedFunction(
         "clamp",
         '''def clamp(value, low, high):
     """`value`, or the nearer end of low..high where it lies outside."""
@@ -29,7 +29,7 @@ FUNCTIONS = (
         """assert [clamp(n, 2, 5) for n in (-1, 2, 3, 5, 9)] == [2, 2, 3, 5, 5]
 """,
     ),
-    Function(
+    CheckedFunction(
         "median",
         '''def median(numbers):
     """The middle number; of an even count the mean of the two in the middle."""
@@ -45,7 +45,7 @@ assert median([4, 1, 3, 2]) == 2.5
 assert median([10, 0]) == 5
 """,
     ),
-    Function(
+    CheckedFunction(
         "chunks",
         '''def chunks(items, size):
     """The items in lists of `size`, the last one shorter where they do not fit."""
@@ -59,7 +59,7 @@ assert chunks([1, 2], 2) == [[1, 2]]
 assert chunks([], 3) == []
 """,
     ),
-    Function(
+    CheckedFunction(
         "is_leap_year",
         '''def is_leap_year(year):
     """Every fourth year, but of the full centuries only every fourth."""
@@ -69,7 +69,7 @@ assert chunks([], 3) == []
 assert [is_leap_year(y) for y in years] == [False, True, True, False, True, False]
 """,
     ),
-    Function(
+    CheckedFunction(
         "count_changes",
         '''def count_changes(values):
     """How often a value differs from the one before it."""
@@ -84,7 +84,7 @@ assert count_changes([7, 7, 7]) == 0
 assert count_changes([1, 2, 2, 1]) == 2
 """,
     ),
-    Function(
+    CheckedFunction(
         "overlap",
         '''def overlap(a, b):
     """How much the ranges a and b, each (start, end), have in common; never less than 0."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib.process_watch import Held
+from benchmarks.lib.process_watch import OpenResources
 from benchmarks.lib.soak_run import Seen, left_over, slope
 
 pytestmark = pytest.mark.slow
@@ -80,8 +80,8 @@ def test_held_bytes_are_leftovers_except_for_counts_and_caches() -> None:
         peaks={},
         idle={},
         resting={},
-        cold={"worker": Held(1, 1, cold)},
-        after={"worker": Held(1, 1, after)},
+        cold={"worker": OpenResources(1, 1, cold)},
+        after={"worker": OpenResources(1, 1, after)},
     )
     assert left_over(seen) == {
         'worker rollmesh_entries{table="blobs"}': 2.0,

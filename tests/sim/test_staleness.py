@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from benchmarks.lib.staleness_sim import (
     FAR,
     FleetShape,
-    Group,
     Managed,
-    Outcome,
-    Taken,
+    RequestedGroup,
+    RunFigures,
+    StepBatch,
     World,
     arms,
 )
@@ -86,7 +86,7 @@ def test_dropping_and_masking_select_against_long_rollouts() -> None:
         assert run(name).figures()["length_bias"] < 0.9, name
 
 
-def run(name: str, num_steps: int = 60) -> Outcome:
+def run(name: str, num_steps: int = 60) -> RunFigures:
     [arm] = [each for each in arms(FleetShape()) if each.name == name]
     return World(FleetShape(), arm, 0).run(num_steps)
 
@@ -104,23 +104,23 @@ class Crashing(Managed):
     def __init__(self, policy: StalePolicy, shape: FleetShape, seed: int) -> None:
         super().__init__(policy, policy, shape, shape.max_staleness)
         self._chance = random.Random(seed)
-        self._asked: dict[GroupId, Group] = {}
-        self._arrived: dict[GroupId, Group] = {}
+        self._asked: dict[GroupId, RequestedGroup] = {}
+        self._arrived: dict[GroupId, RequestedGroup] = {}
         self._steps: dict[int, list[GroupId]] = {}
         self._published = 0
         self.num_incarnations = 1
 
-    def asked(self, group: Group) -> None:
+    def asked(self, group: RequestedGroup) -> None:
         super().asked(group)
         self._asked[group.group_id] = group
         self._crash()
 
-    def arrived(self, group: Group, newest_steps: tuple[int, ...]) -> None:
+    def arrived(self, group: RequestedGroup, newest_steps: tuple[int, ...]) -> None:
         super().arrived(group, newest_steps)
         self._arrived[group.group_id] = group
         self._crash()
 
-    def take(self, step: int, num_rollouts: int) -> Taken:
+    def take(self, step: int, num_rollouts: int) -> StepBatch:
         taken = super().take(step, num_rollouts)
         for group_id in taken.stale:
             del self._asked[group_id]
