@@ -143,7 +143,7 @@ class PreparedEnv(PlainEnv):
         self._graphs: dict[int, TokenGraph] = {}
 
     async def run(self, task: Task, agent: Endpoint) -> Transcript:
-        session = self._runtime.find(agent.api_key)
+        session = self._runtime.sessions.find(agent.api_key)
         held = session._conversation  # noqa: SLF001 - the calls that would fill it are left out
         num_turns = task.data["num_turns"]
         if num_turns not in self._graphs:

@@ -95,7 +95,7 @@ async def test_the_first_call_waits_for_the_requested_policy_version(tmp_path: P
     sampler = ScriptedSampler()
 
     async def begin(agent: Endpoint) -> Transcript:
-        session = context.runtime.find(agent.api_key)
+        session = context.runtime.sessions.find(agent.api_key)
         await session.attach(Turn(messages=[b'{"role":"user","content":"hi"}']))
         return GOOD
 
@@ -128,7 +128,7 @@ async def test_an_agent_that_swallows_a_failed_call_is_run_again_and_not_scored(
     sampler = ScriptedSampler(settings=GenerationSettings(max_fruitless_attempts=0))
 
     async def swallow(agent: Endpoint) -> Transcript:
-        session = context.runtime.find(agent.api_key)
+        session = context.runtime.sessions.find(agent.api_key)
         turn = Turn(messages=[b'{"role":"user","content":"hi"}'])
         (reply,) = await session.attach(turn)
         reply.join()
@@ -150,7 +150,7 @@ async def test_an_agent_that_swallows_a_failed_call_is_run_again_and_not_scored(
 
 async def spend(context: WorkerContext, agent: Endpoint) -> SessionError:
     """Exceed a limit of the session; return the answer to the agent's next call."""
-    session = context.runtime.find(agent.api_key)
+    session = context.runtime.sessions.find(agent.api_key)
     session.end_early("max_session_bytes = 7 is reached")
     with pytest.raises(SessionError) as caught:
         await session.attach(Turn(messages=[b'{"role":"user","content":"hi"}']))
@@ -287,12 +287,12 @@ async def test_a_session_is_sealed_when_its_rollout_has_ended(tmp_path: Path) ->
     await play_on(context)
     for agent in env.agents:
         with pytest.raises(SessionError) as caught:
-            context.runtime.find(agent.api_key)
+            context.runtime.sessions.find(agent.api_key)
         assert caught.value.status == 410
     assert context.runtime.resolve_trajectory(ROLLOUT).state is SessionState.SEALED
     context.runtime.cleanup_group(ROLLOUT.group_id)
     with pytest.raises(SessionError) as caught:
-        context.runtime.find(env.agents[0].api_key)
+        context.runtime.sessions.find(env.agents[0].api_key)
     assert caught.value.status == 401
 
 
@@ -307,7 +307,7 @@ async def test_a_cancelled_rollout_seals_its_session_before_its_code_has_ended(
         try:
             await hang(agent)
         finally:
-            seen.append(context.runtime.find(agent.api_key).state)
+            seen.append(context.runtime.sessions.find(agent.api_key).state)
             cancelled.set()
         return GOOD
 
