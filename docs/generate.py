@@ -1,8 +1,8 @@
 """MkDocs hook: reference pages from the code, and checks of the pages that are written by hand.
 
 - `on_files` adds reference/config, fleet-file, cli, http-api, metrics, run-folder and python.
-- `on_page_markdown` turns links to files outside docs/ into plain text and warns if they, or the
-  tests that a page names as proof, do not exist. Warnings fail the build (`strict: true`).
+- `on_page_markdown` turns links to files outside docs/ into plain text. It warns if such a file, or
+  a test that a page names as proof, does not exist. Warnings fail the build (`strict: true`).
 """
 
 import ast
@@ -44,7 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Resolve links that leave docs/; warn about what does not exist."""
+    """Resolve links to files outside docs/; warn about files and tests that do not exist."""
     folder = Path(page.file.src_uri).parent
 
     def outside(match: re.Match[str]) -> str:
@@ -65,7 +65,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def why_no_proof(file: str, test: str, is_cut: bool) -> str:
-    """Why a test that a page names is not there; '' if it is."""
+    """Reason why a test that a page names does not exist; '' if it exists."""
     path = ROOT / (f"{file}.py" if "/" in file else f"tests/flow/{file}.py")
     if not path.is_file():
         return f"no test file {path.relative_to(ROOT)}"
@@ -90,7 +90,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def config_page() -> str:
-    """Every key of mesh.toml."""
+    """Page of the keys of mesh.toml."""
     from rollmesh.core.config import Config
 
     parts = [
@@ -104,7 +104,7 @@ def config_page() -> str:
 
 
 def fleet_page() -> str:
-    """Every key of scheduler.toml."""
+    """Page of the keys of scheduler.toml."""
     parts = [
         "# The fleet file\n",
         "Keys of `scheduler.toml`, which describes a GPU fleet that several runs share "
@@ -125,7 +125,7 @@ def fleet_page() -> str:
 
 
 def sections(kind: type[msgspec.Struct], prefix: str, title: str) -> Iterator[str]:
-    """A heading and a table for a struct, then for each struct among its fields."""
+    """Heading and table of a struct, then those of each struct among its fields."""
     yield f"## {title}\n"
     yield about(kind) + "\n"
     yield settings_table(kind, prefix)
@@ -135,7 +135,7 @@ def sections(kind: type[msgspec.Struct], prefix: str, title: str) -> Iterator[st
 
 
 def settings_table(kind: type[msgspec.Struct], prefix: str) -> str:
-    """Key, type, default and meaning of each field that is not itself a section."""
+    """Table of key, type, default and meaning of each field that is not itself a section."""
     docs = field_docs(kind)
     rows = []
     for field in msgspec.structs.fields(kind):
@@ -155,7 +155,7 @@ def about(kind: type) -> str:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """The string below each field in the source of a class, and of those it inherits from."""
+    """Strings below the fields in the source of a class and of its base classes, by field name."""
     docs: dict[str, str] = {}
     for each in reversed(kind.__mro__[:-1]):
         if each.__module__.startswith("rollmesh"):
@@ -166,7 +166,7 @@ def field_docs(kind: type) -> dict[str, str]:
 
 
 def strings_below(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
-    """(name, text) of each assignment that a string literal follows."""
+    """Name and text of each assignment that a string literal follows."""
     for node, below in itertools.pairwise(body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = node.target.id
@@ -179,12 +179,12 @@ def strings_below(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
 
 
 def type_text(kind: Any) -> str:
-    """A type for people, with its bounds."""
+    """Readable name of a type, with its bounds."""
     return info_text(msgspec.inspect.type_info(kind))
 
 
 def info_text(info: Any) -> str:
-    """The same of what msgspec found."""
+    """Readable name of a type that msgspec has inspected."""
     name = type(info).__name__
     match name:
         case "IntType" | "FloatType":
@@ -209,19 +209,19 @@ def info_text(info: Any) -> str:
 
 
 def is_none(info: Any) -> bool:
-    """Whether it is the type of None."""
+    """Whether the type is that of None."""
     return type(info).__name__ == "NoneType"
 
 
 def bounds(info: Any) -> str:
-    """Such as ', at least 1'."""
+    """Bounds of a number, such as ', at least 1'."""
     words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     found = ((word, getattr(info, name)) for name, word in words.items())
     return "".join(f", {word} {value:g}" for word, value in found if value is not None)
 
 
 def default_text(field: msgspec.structs.FieldInfo) -> str:
-    """The default as TOML has it."""
+    """Default of a field in TOML's notation."""
     value = field.default
     if value is msgspec.NODEFAULT:
         if field.default_factory is msgspec.NODEFAULT:
@@ -244,7 +244,7 @@ def default_text(field: msgspec.structs.FieldInfo) -> str:
 
 
 def cli_page() -> str:
-    """`--help` of every verb."""
+    """Page with the `--help` of every verb."""
     from rollmesh.cli.main import VERBS
 
     parts = [
@@ -261,7 +261,7 @@ def cli_page() -> str:
 
 
 def verb_help(words: tuple[str, ...]) -> list[str]:
-    """Help of a verb and of the verbs below it, as code blocks."""
+    """Help of a verb and of its sub-verbs, as code blocks."""
     text = help_of(words)
     parts = [f"```text\n{text.rstrip()}\n```\n"]
     below = SUB_VERB.findall(text) if "VERB ..." in text.partition("\n")[0] else []
@@ -271,12 +271,12 @@ def verb_help(words: tuple[str, ...]) -> list[str]:
 
 
 VERBS_OF = {("keys",): ("add", "list", "remove"), ("trace",): ("bias",)}
-"""Verbs below a verb, where its help does not list them."""
+"""Sub-verbs that the help of their verb does not list."""
 
 
 @functools.cache
 def help_of(words: tuple[str, ...]) -> str:
-    """What `rollmesh WORDS --help` prints, in a process of its own, since some verbs re-execute."""
+    """Output of `rollmesh WORDS --help`, from a separate process because some verbs re-execute."""
     ended = subprocess.run(
         [sys.executable, "-m", "rollmesh.cli.main", *words, "--help"],
         cwd=ROOT,
@@ -294,11 +294,11 @@ def help_of(words: tuple[str, ...]) -> str:
 
 
 def http_page() -> str:
-    """Routes, answers and bodies of the OpenAPI document."""
+    """Page of the routes, responses and bodies of the OpenAPI document."""
     document = msgspec.json.decode(defined("openapi_document")())
     parts = [
         "# HTTP API\n",
-        "The endpoint that agents call, in a worker and in `rollmesh gateway`, which serves this "
+        "The endpoint that agents call, in a worker and in `rollmesh gateway`. Both serve this "
         "document at `/openapi.json`. The gateway's `/admin` routes are in "
         "[gateway](gateway.md#sessions).\n",
         document["info"]["description"] + "\n",
@@ -320,7 +320,7 @@ def http_page() -> str:
 
 
 def route_text(method: str, path: str, route: dict[str, Any]) -> Iterator[str]:
-    """A heading, what it takes, and what it answers."""
+    """Heading, request body and responses of a route."""
     yield f"## {method.upper()} `{path}`\n"
     if body := route.get("requestBody"):
         yield "Body: " + ", ".join(schema_text(each["schema"]) for each in content(body)) + "\n"
@@ -340,7 +340,7 @@ def content(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def schema_text(schema: dict[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """Short description of a JSON schema."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
@@ -359,7 +359,7 @@ def schema_text(schema: dict[str, Any]) -> str:
 
 
 def metrics_page() -> str:
-    """Every figure that the code constructs."""
+    """Page of every metric that the code constructs."""
     rows: dict[tuple[str, str], tuple[str, ...]] = {}
     for path in sorted((ROOT / "rollmesh").rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
@@ -416,7 +416,7 @@ PROCESSES = {
 
 
 def process_of(path: Path) -> str:
-    """Which processes show what a file counts."""
+    """Processes that report the metrics of a file."""
     place = path.relative_to(ROOT / "rollmesh").as_posix()
     return next((name for folder, name in PROCESSES.items() if place.startswith(folder)), "All")
 
@@ -446,7 +446,7 @@ RUN_FILES = {
 
 
 def run_folder_page() -> str:
-    """Files and the fields of their rows."""
+    """Page of the files of a run and the fields of their rows."""
     from rollmesh.core.types import Outcome
 
     source = "\n".join(path.read_text() for path in sorted((ROOT / "rollmesh").rglob("*.py")))
@@ -457,7 +457,7 @@ def run_folder_page() -> str:
     outcomes = ", ".join(f"`{each.value}`" for each in Outcome)
     parts = [
         "# Files of a run\n",
-        "A run leaves these in `run.folder`/`run.name` (`runs/mesh`), an evaluation in "
+        "A run writes these files to `run.folder`/`run.name` (`runs/mesh`), an evaluation to "
         "`runs/eval`. Folders are 0700 and files 0600; with `run.mode = 'group'` the user's group "
         "can read.\n",
         table(("name", "content"), rows),
@@ -481,7 +481,7 @@ ROWS = {
 
 @functools.cache
 def defined(name: str) -> Any:
-    """The class, function or constant of this name, in whichever module it is defined.
+    """Class, function or constant of this name, from the module that defines it.
 
     KeyError if there is none. Such names are unique in the package.
     """
@@ -497,7 +497,7 @@ def defined(name: str) -> Any:
 
 
 def python_page() -> str:
-    """What `import rollmesh` offers, by mkdocstrings."""
+    """Page of the public names of `rollmesh`, for mkdocstrings."""
     import rollmesh
 
     parts = [

@@ -1,4 +1,4 @@
-"""Every snippet of README.md runs as it is written."""
+"""Every code block of README.md runs unchanged."""
 
 import os
 import re
@@ -29,7 +29,7 @@ SHELL = {
     "eval": "rollmesh eval",
     "serve": "rollmesh gateway",
 }
-"""A phrase of each shell snippet; each is run by a test below."""
+"""A phrase of each shell block; a test below runs each block."""
 STEPS = re.compile(r"step ([1-9]\d*) of 200")
 ENVIRONMENT = {
     **os.environ,
@@ -50,7 +50,7 @@ def shell(name: str) -> str:
 
 
 def commands(name: str, verb: str = "") -> list[list[str]]:
-    """The command lines of a snippet that begin with `verb`, without comments."""
+    """Command lines of a block that begin with `verb`, without comments."""
     lines = [shlex.split(line, comments=True) for line in shell(name).splitlines()]
     return [line for line in lines if line[: len(verb.split())] == verb.split()]
 
@@ -88,7 +88,7 @@ def until_it_trains(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new user's folder, with the README's environment and model."""
+    """A new folder with the README's environment and model."""
     folder = tmp_path_factory.mktemp("readme")
     [code] = snippets("python")
     name = code.splitlines()[0].removeprefix("# ")
