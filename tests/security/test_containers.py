@@ -46,8 +46,8 @@ def worker_keys(
     """The volume `worker-keys`, made as the service `keys` makes it, or with a file of root."""
     folder = tmp_path / "worker-keys"
     folder.mkdir()
-    words = ["keys", "--export", f"worker={folder}/worker.json", str(tmp_path / "keys")]
-    assert main(words) == OK
+    args = ["keys", "--export", f"worker={folder}/worker.json", str(tmp_path / "keys")]
+    assert main(args) == OK
     (folder / "engine-key").touch(mode=0o600)
     (folder / "engine-key").write_text(ENGINE_KEY)
     for path in folder.iterdir():
@@ -81,7 +81,7 @@ def rights_of(pid: int) -> tuple[set[int], int]:
 def attacked_worker(mesh: Mesh, worker_keys: Path) -> tuple[ServiceContainer, str]:
     """The container of a worker whose agents attack it, and the name of its environment."""
     folder = mesh.folder
-    told = {
+    facts = {
         "keys": "/worker-keys/worker.json",
         "folder": "/proc/1/root",
         "engine": mesh.engine.url,
@@ -90,7 +90,7 @@ def attacked_worker(mesh: Mesh, worker_keys: Path) -> tuple[ServiceContainer, st
         "leftover": "left-behind-by-an-agent",
         "is_in_namespace": False,
     }
-    env = mesh.write_env("attack", ENV.format(told=told, python=PYTHON, attack=ATTACK))
+    env = mesh.write_env("attack", ENV.format(facts=facts, python=PYTHON, attack=ATTACK))
     (folder / "envs").mkdir()
     (folder / "attack.py").rename(folder / "envs" / "attack.py")
     [port] = free_ports(1)
@@ -100,8 +100,8 @@ def attacked_worker(mesh: Mesh, worker_keys: Path) -> tuple[ServiceContainer, st
     (folder / "mesh.json").write_bytes(msgspec.json.encode(settings))
     os.chmod(folder / "mesh.json", 0o644)
     router = mesh.router.ready.address
-    words = [word.replace("tcp://router:5555", router) for word in WORKER.command]
-    words = [word.replace("mesh.toml", "mesh.json") for word in words]
+    command = [part.replace("tcp://router:5555", router) for part in WORKER.command]
+    command = [part.replace("mesh.toml", "mesh.json") for part in command]
     environment = {
         **WORKER.environment,
         "ROLLMESH_HEALTH": f"http://{address}/healthz",
@@ -115,7 +115,7 @@ def attacked_worker(mesh: Mesh, worker_keys: Path) -> tuple[ServiceContainer, st
         folder / "envs": "/opt/envs",
     }
     name = f"rollmesh-test-{secrets.token_hex(4)}"
-    return ServiceContainer(name, service, words, mounts, folder / "container"), env
+    return ServiceContainer(name, service, command, mounts, folder / "container"), env
 
 
 @pytest.mark.slow

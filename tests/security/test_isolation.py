@@ -34,14 +34,14 @@ ADMIN_TOKEN = "open-sesame"
 ENGINE_KEY = "the-key-of-the-engines"
 LEFTOVER = "left-behind-by-an-agent"
 MAX_TOKENS = 3
-"""Of each call by ATTACK."""
+"""Tokens of each call by ATTACK."""
 SYSTEM_PYTHON = shutil.which("python3", path="/usr/local/bin:/usr/bin") or ""
 NAMESPACES = ("--unshare-user", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/")
 
 ATTACK = """
 import ctypes, errno, glob, json, os, re, signal, socket, sys, urllib.request
 from urllib.parse import urlsplit
-told = json.loads(sys.argv[1])
+facts = json.loads(sys.argv[1])
 reached = []
 
 def attempt(name, action):
@@ -52,8 +52,8 @@ def attempt(name, action):
     if found:
         reached.append(name)
 
-def status(url, **words):
-    request = urllib.request.Request(url, **words)
+def status(url, **options):
+    request = urllib.request.Request(url, **options)
     with urllib.request.urlopen(request, timeout=20) as reply:
         return reply.status
 
@@ -81,7 +81,7 @@ def send(path, message, key):
     # Whatever an engine that takes the request answers, the request has reached it.
     headers = {"Authorization": "Bearer " + key} if key else {}
     try:
-        return status(told["engine"] + path, data=json.dumps(message).encode(), headers=headers)
+        return status(facts["engine"] + path, data=json.dumps(message).encode(), headers=headers)
     except urllib.error.HTTPError as error:
         return error.code not in (401, 403)
 
@@ -99,7 +99,7 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
         text = open(f"/proc/{pid}/environ", "rb").read()
         keys = set(re.findall(rb"OPENAI_API_KEY=([^\\0]+)", text)) - {own}
         found.update(keys)
-        secrets = (told["token"].encode(), b"ROLLMESH_KEYS", b"ROLLMESH_ENGINE_KEY")
+        secrets = (facts["token"].encode(), b"ROLLMESH_KEYS", b"ROLLMESH_ENGINE_KEY")
         return keys or any(each in text for each in secrets)
     attempt("environ", environ)
     try:
@@ -111,11 +111,11 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
         attempt("process_vm_readv", lambda: read_memory(int(pid)))
         attempt("folder", lambda: os.listdir(f"/proc/{pid}/cwd"))
         attempt("descriptors", lambda: os.listdir(f"/proc/{pid}/fd"))
-    if int(pid) == told["worker"]:
+    if int(pid) == facts["worker"]:
         attempt("memory", lambda: open(f"/proc/{pid}/mem", "rb"))
-        attempt("kill", lambda: os.kill(int(pid), 0) is None and not told["is_in_namespace"])
-attempt("key_file", lambda: open(told["keys"]).read())
-attempt("run_folder", lambda: os.listdir(told["folder"]))
+        attempt("kill", lambda: os.kill(int(pid), 0) is None and not facts["is_in_namespace"])
+attempt("key_file", lambda: open(facts["keys"]).read())
+attempt("run_folder", lambda: os.listdir(facts["folder"]))
 home = os.path.dirname(os.environ["HOME"])
 for folder in glob.glob(os.path.dirname(home) + "/rollmesh-*"):
     if folder != home:
@@ -130,17 +130,17 @@ for key in {"", *os.environ.values()}:
     for name in ("s_from_disk", "s_from_tensor", "s_from_distributed", "_version"):
         attempt("weights", lambda: send("/update_weight" + name, weights, key))
     attempt("weights", lambda: send("/stage_weights", weights, key))
-attempt("router", lambda: connect(told["router"]))
+attempt("router", lambda: connect(facts["router"]))
 attempt("metrics", lambda: status(root + "/metrics"))
 attempt("admin", lambda: status(root + "/admin/sessions", data=b"{}"))
 attempt("other_session", lambda: call("0" * 43))
 attempt("system", lambda: open("/usr/planted", "w"))
-os.symlink(told["keys"], "answer.txt")
+os.symlink(facts["keys"], "answer.txt")
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         wait = "import signal; signal.pause()"
-        os.execve(sys.executable, [sys.executable, "-c", wait, told["leftover"]], {})
+        os.execve(sys.executable, [sys.executable, "-c", wait, facts["leftover"]], {})
     os._exit(0)
 os.wait()
 print(json.dumps({"calls": call(own.decode()), "reached": reached, "uid": os.getuid()}))
@@ -153,9 +153,9 @@ from rollmesh.envs.harness import HarnessEnv
 
 class TheEnv(HarnessEnv):
     def __init__(self):
-        told = {told!r}
-        told["worker"] = os.getpid()
-        argv = [{python!r}, "-c", {attack!r}, json.dumps(told)]
+        facts = {facts!r}
+        facts["worker"] = os.getpid()
+        argv = [{python!r}, "-c", {attack!r}, json.dumps(facts)]
         super().__init__(argv=argv, timeout_s=90)
         self.met = asyncio.Barrier(2)
 
@@ -192,17 +192,17 @@ from rollmesh.wire.keys import Keys, Role
 from rollmesh.wire.messages import GroupFinished, WorkerHello
 from rollmesh.wire.sockets import SERVER_KEY, Dialer, wait
 
-told, asked = json.loads(sys.argv[1]), json.load(open("asked.json"))
+facts, asked = json.loads(sys.argv[1]), json.load(open("asked.json"))
 public, secret = (each.decode() for each in zmq.curve_keypair())
 own_pair = Keys(
-    name="mallory", role=Role.WORKER, public=public, secret=secret, hub_public=told["hub_public"]
+    name="mallory", role=Role.WORKER, public=public, secret=secret, hub_public=facts["hub_public"]
 )
 rollouts = [RolloutRecord(index=at, outcome=Outcome.COMPLETED, reward=1.0) for at in range(2)]
 body = encode_record(GroupRecord(task=Task(id="t"), rollouts=rollouts))
 sink, _, _ = asked["sink"].partition(SERVER_KEY)
 dialers = []
 for keys, address in ((None, sink), (own_pair, asked["sink"])):
-    router = Dialer(told["router"], "mallory", keys)
+    router = Dialer(facts["router"], "mallory", keys)
     router.send(Packet(WorkerHello("mallory", asked["env_name"], 10_000, 0, "here")))
     results = Dialer(address, "mallory", keys)
     for ticket in (b"", bytes(16)):
@@ -222,7 +222,7 @@ from rollmesh.envs.harness import HarnessEnv
 
 class TheEnv(HarnessEnv):
     def __init__(self):
-        argv = [{python!r}, "-c", {forge!r}, json.dumps({told!r})]
+        argv = [{python!r}, "-c", {forge!r}, json.dumps({facts!r})]
         super().__init__(argv=argv, timeout_s=90, read_only={packages!r})
 
     def tasks(self, split, seed):
@@ -303,7 +303,7 @@ async def test_a_program_that_tries_everything_reaches_nothing_and_scores_zero(
 def write_attack(mesh: Mesh, *, is_in_namespace: bool) -> str:
     """Write the environment whose programs are ATTACK, and let the engine require its key."""
     mesh.engine.api_key = ENGINE_KEY
-    told = {
+    facts = {
         "keys": str(mesh.folder / "mesh.json"),
         "folder": str(mesh.folder),
         "engine": mesh.engine.url,
@@ -312,11 +312,11 @@ def write_attack(mesh: Mesh, *, is_in_namespace: bool) -> str:
         "leftover": LEFTOVER,
         "is_in_namespace": is_in_namespace,
     }
-    return mesh.write_env("attack", ENV.format(told=told, python=SYSTEM_PYTHON, attack=ATTACK))
+    return mesh.write_env("attack", ENV.format(facts=facts, python=SYSTEM_PYTHON, attack=ATTACK))
 
 
 async def run_together(engine: ScriptedEngine) -> None:
-    """Let two attacks begin once both have called the held model, and end once both call again."""
+    """Start two attacks once both have called the held model, and end once both call again."""
     await engine.until(lambda: engine.num_live == 2)
     await engine.allow(2 * MAX_TOKENS)
     await engine.until(lambda: engine.num_sampled == 2 * MAX_TOKENS and engine.num_live == 2)
@@ -351,10 +351,10 @@ async def test_a_program_that_joins_as_a_worker_gets_no_group_and_sets_no_reward
     keys = read_keys()
     assert keys is not None
     async with open_mesh(tmp_path) as mesh:
-        told = {"router": mesh.router.ready.address, "hub_public": keys.hub_public}
+        facts = {"router": mesh.router.ready.address, "hub_public": keys.hub_public}
         packages = [sysconfig.get_path("purelib"), str(ROOT / "rollmesh")]
         source = FORGING_ENV.format(
-            told=told, python=sys.executable, packages=packages, forge=FORGE
+            facts=facts, python=sys.executable, packages=packages, forge=FORGE
         )
         env = mesh.write_env("forging", source)
         if mode == "spawner":
@@ -386,15 +386,15 @@ async def test_a_worker_whose_spawner_was_killed_leaves(
         assert ENDED in capfd.readouterr().err
 
 
-def processes_named(word: str) -> list[int]:
-    """The processes of this machine with `word` as an argument."""
+def processes_named(arg: str) -> list[int]:
+    """Pids of this machine's processes with the argument `arg`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            words = path.read_bytes().split(b"\0")
+            argv = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if word.encode() in words:
+        if arg.encode() in argv:
             found.append(int(path.parent.name))
     return found
 
@@ -439,8 +439,8 @@ async def test_programs_of_a_verb_without_workers_are_isolated(
     (tmp_path / "reading.py").write_text(READER_ENV.format(code=code, python=SYSTEM_PYTHON))
     async with ChatEndpoint(lambda _: ChatAnswer("four")) as served:
         env = ["reading:TheEnv"] if verb == "play" else ["--env", "reading:TheEnv"]
-        words = [*env, "--base-url", served.endpoint.base_url, "--set", f"worker.isolation={mode}"]
-        exit_code, out, err = await rollmesh(tmp_path, verb, *words, PYTHONPATH=str(tmp_path))
+        args = [*env, "--base-url", served.endpoint.base_url, "--set", f"worker.isolation={mode}"]
+        exit_code, out, err = await rollmesh(tmp_path, verb, *args, PYTHONPATH=str(tmp_path))
     assert exit_code == 0, err
     assert re.search(r"reward +1", out), out
 
