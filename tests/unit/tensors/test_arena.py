@@ -1,10 +1,13 @@
-"""Slots do not overlap, the budget holds, and an array that fits into it finds room."""
+"""Arenas and segments: slots do not overlap, the budget holds, an array that fits finds room, and
+closed or forgotten segments leave no file behind.
+"""
 
 import errno
 import mmap
 import os
 import random
 import resource
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +18,7 @@ import structlog
 
 from rollmesh.core.errors import ConfigError, StoreFull
 from rollmesh.tensors.arena import ALIGN_BYTES, LONG_COPY_BYTES, PAGE_BYTES, Arena, ArenaSlot
-from rollmesh.tensors.segment import SHARED_MEMORY, AttachedSegment
+from rollmesh.tensors.segment import SHARED_MEMORY, AttachedSegment, Segment, sweep
 
 MIB = 2**20
 
@@ -64,7 +67,7 @@ def holds(arena: Arena, slot: ArenaSlot, number: int) -> bool:
     return bool((arena.read_only(slot) == number % 256).all())
 
 
-def test_slots_of_one_call_lie_side_by_side_in_whole_cache_lines(either: Arena) -> None:
+def test_slots_of_one_call_are_adjacent_in_whole_cache_lines(either: Arena) -> None:
     slots = either.allocate([100, 0, 64, 1])
     assert [slot.num_bytes for slot in slots] == [100, 0, 64, 1]
     assert [slot.offset - slots[0].offset for slot in slots] == [0, 128, 128, 192]
@@ -91,7 +94,7 @@ def test_slots_without_a_gap_between_them_are_one_view(either: Arena) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, LONG_COPY_BYTES - 1, LONG_COPY_BYTES + 1])
-def test_what_is_written_is_read_and_the_reader_cannot_write(num_bytes: int) -> None:
+def test_written_bytes_are_read_and_readers_cannot_write(num_bytes: int) -> None:
     arena = Arena(MIB)
     data = np.random.default_rng(3).integers(0, 256, num_bytes, np.uint8)
     before, slot, behind = arena.allocate([7, num_bytes, 7])
@@ -106,7 +109,7 @@ def test_what_is_written_is_read_and_the_reader_cannot_write(num_bytes: int) -> 
         seen.flags.writeable = True
 
 
-def test_memory_under_what_is_freed_is_used_again(either: Arena) -> None:
+def test_memory_of_freed_slots_is_used_again(either: Arena) -> None:
     slots = either.allocate([PAGE_BYTES] * 10)
     backed = either.backed_bytes
     either.free(slots)
@@ -125,7 +128,7 @@ def test_a_writer_to_a_slot_waits_for_no_page(tmp_path: Path) -> None:
         arena.close()
 
 
-def test_what_does_not_fit_says_what_was_wanted_and_takes_nothing(either: Arena) -> None:
+def test_a_request_that_does_not_fit_names_its_size_and_takes_nothing(either: Arena) -> None:
     either.allocate([60 * PAGE_BYTES])
     with pytest.raises(StoreFull, match="raise the budget") as raised:
         either.allocate([3 * PAGE_BYTES, 3 * PAGE_BYTES])
@@ -135,7 +138,7 @@ def test_what_does_not_fit_says_what_was_wanted_and_takes_nothing(either: Arena)
     either.allocate([4 * PAGE_BYTES])
 
 
-def test_however_scattered_freed_space_is_it_makes_room_for_one_that_is_large(
+def test_scattered_freed_space_makes_room_for_a_large_slot(
     either: Arena,
 ) -> None:
     slots = [filled(either, number, PAGE_BYTES) for number in range(64)]
@@ -149,7 +152,7 @@ def test_however_scattered_freed_space_is_it_makes_room_for_one_that_is_large(
     assert all(holds(either, slot, number) for number, slot in enumerate(again))
 
 
-def test_where_memory_cannot_be_given_back_what_is_too_scattered_is_full(
+def test_if_memory_cannot_be_returned_scattered_space_counts_as_full(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mmap, "MADV_REMOVE", 9999)
@@ -163,7 +166,7 @@ def test_where_memory_cannot_be_given_back_what_is_too_scattered_is_full(
     assert all(holds(arena, slot, number) for number, slot in enumerate(again))
 
 
-def test_pages_that_were_got_ahead_are_given_back_where_others_want_them() -> None:
+def test_pages_allocated_ahead_are_returned_when_others_need_them() -> None:
     arena = Arena(600 * PAGE_BYTES)
     first, last = arena.allocate([200 * PAGE_BYTES, PAGE_BYTES])
     assert arena.backed_bytes > arena.held_bytes
@@ -176,7 +179,7 @@ def test_pages_that_were_got_ahead_are_given_back_where_others_want_them() -> No
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_slot_touches_another_and_the_budget_holds(either: Arena, seed: int) -> None:
+def test_slots_never_overlap_and_the_budget_holds(either: Arena, seed: int) -> None:
     chance, held = random.Random(seed), dict[int, list[ArenaSlot]]()
     sizes_of = [1, 60, 64, 500, PAGE_BYTES, 3 * PAGE_BYTES, 12 * PAGE_BYTES]
     wanted_too_much: list[bool] = []
@@ -207,7 +210,7 @@ def test_no_slot_touches_another_and_the_budget_holds(either: Arena, seed: int) 
         assert all(holds(either, slot, number) for slot in slots)
 
 
-def test_steps_of_shifting_sizes_lie_in_little_more_memory_than_they_need() -> None:
+def test_steps_of_varying_sizes_use_little_more_memory_than_they_need() -> None:
     chance, arena = random.Random(5), Arena(64 * MIB)
     steps: list[list[ArenaSlot]] = []
     most_held = 0
@@ -226,7 +229,7 @@ def test_steps_of_shifting_sizes_lie_in_little_more_memory_than_they_need() -> N
     assert arena.backed_bytes < 1.2 * most_held
 
 
-def test_an_attached_process_sees_a_slot_in_memory_that_was_given_back_before(arena: Arena) -> None:
+def test_an_attached_process_sees_a_slot_in_memory_that_was_returned_before(arena: Arena) -> None:
     assert arena.path is not None
     attached = AttachedSegment(arena.path)
     slots = [filled(arena, number, PAGE_BYTES) for number in range(64)]
@@ -252,7 +255,7 @@ def test_a_full_folder_is_an_error_that_names_it_and_takes_nothing() -> None:
     arena.close()
 
 
-def test_where_the_folder_ends_before_the_budget_scattered_space_is_found_too(
+def test_if_the_folder_is_smaller_than_the_budget_scattered_space_is_still_found(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = SmallFolder(arena, 32)
@@ -267,7 +270,7 @@ def test_where_the_folder_ends_before_the_budget_scattered_space_is_found_too(
     assert arena.backed_bytes == 32 * PAGE_BYTES
 
 
-def test_without_a_folder_it_says_what_that_costs(tmp_path: Path) -> None:
+def test_without_a_folder_the_cost_is_logged(tmp_path: Path) -> None:
     with structlog.testing.capture_logs() as logs:
         Arena(MIB, tmp_path / "absent")
     (entry,) = logs
@@ -280,7 +283,7 @@ def test_a_budget_beyond_all_addresses_is_refused_in_one_line(tmp_path: Path) ->
         Arena(2**46, tmp_path / "absent")
 
 
-def test_when_it_is_closed_its_file_is_gone_and_views_stay() -> None:
+def test_closing_an_arena_removes_its_file_and_keeps_views() -> None:
     arena = Arena(MIB)
     assert arena.path is not None
     seen = arena.read_only(filled(arena, 3, 100))
@@ -290,7 +293,7 @@ def test_when_it_is_closed_its_file_is_gone_and_views_stay() -> None:
     assert (seen == 3).all()
 
 
-def test_threads_that_crowd_one_arena_never_meet_in_a_slot(either: Arena) -> None:
+def test_concurrent_threads_never_share_a_slot(either: Arena) -> None:
     faults: list[str] = []
 
     def live(number: int) -> None:
@@ -315,3 +318,100 @@ def test_threads_that_crowd_one_arena_never_meet_in_a_slot(either: Arena) -> Non
     assert faults == []
     assert either.held_bytes == 0
     assert either.backed_bytes <= either.max_bytes
+
+
+NUM_BYTES = 1 << 16
+MINE = f"rollmesh-{os.getuid()}-"
+
+
+@pytest.fixture
+def segment(tmp_path: Path) -> Segment:
+    segment = Segment(tmp_path, NUM_BYTES)
+    segment.back(0, NUM_BYTES)
+    segment.memory[100:105] = b"hello"
+    return segment
+
+
+def test_an_attached_segment_shows_later_writes(segment: Segment) -> None:
+    seen = AttachedSegment(segment.path).view(100, 5)
+    assert seen.tobytes() == b"hello"
+    segment.memory[101:102] = b"a"
+    assert seen.tobytes() == b"hallo"
+
+
+def test_an_attached_segment_is_read_only(segment: Segment) -> None:
+    seen = AttachedSegment(str(segment.path)).view(100, 5)
+    assert not seen.flags.writeable
+    with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):
+        seen.flags.writeable = True
+
+
+def test_only_its_user_can_open_a_segment(segment: Segment) -> None:
+    assert stat.S_IMODE(segment.path.stat().st_mode) == 0o600
+
+
+def test_a_place_beyond_the_end_of_a_segment_is_refused(segment: Segment) -> None:
+    attached = AttachedSegment(segment.path)
+    for offset, num_bytes in [(NUM_BYTES - 4, 5), (NUM_BYTES + 1, 0), (-1, 1)]:
+        with pytest.raises(ValueError, match=r"buffer|offset"):
+            attached.view(offset, num_bytes)
+    assert attached.view(NUM_BYTES, 0).nbytes == 0
+
+
+def test_views_stay_valid_when_the_segment_is_closed(segment: Segment) -> None:
+    seen = AttachedSegment(segment.path).view(100, 5)
+    segment.close()
+    segment.close()
+    assert not segment.path.exists()
+    with pytest.raises(FileNotFoundError):
+        AttachedSegment(segment.path)
+    del segment
+    assert seen.tobytes() == b"hello"
+
+
+def test_a_forgotten_segment_leaves_no_file(tmp_path: Path) -> None:
+    segment = Segment(tmp_path, NUM_BYTES)
+    assert [*tmp_path.iterdir()] == [segment.path]
+    del segment
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Segment(tmp_path / "absent", NUM_BYTES)
+
+
+def test_a_sweep_removes_only_our_unused_segments(segment: Segment, tmp_path: Path) -> None:
+    orphan = tmp_path / f"{MINE}1"
+    others = [tmp_path / f"rollmesh-{os.getuid() + 1}-1", tmp_path / "rollmesh.toml"]
+    for path in (orphan, *others):
+        path.touch()
+    link = tmp_path / f"{MINE}2"
+    link.symlink_to(others[1])
+    assert sweep(tmp_path) == 1
+    assert {*tmp_path.iterdir()} == {segment.path, link, *others}
+
+
+def test_a_new_segment_sweeps_first(tmp_path: Path) -> None:
+    (tmp_path / f"{MINE}1").touch()
+    segment = Segment(tmp_path, NUM_BYTES)
+    assert [*tmp_path.iterdir()] == [segment.path]
+
+
+def test_no_sweep_removes_a_segment_before_it_is_locked(tmp_path: Path) -> None:
+    is_over = threading.Event()
+
+    def sweep_on() -> None:
+        while not is_over.is_set():
+            sweep(tmp_path)
+
+    sweepers = [threading.Thread(target=sweep_on) for _ in range(3)]
+    for each in sweepers:
+        each.start()
+    try:
+        segments = [Segment(tmp_path, 4096) for _ in range(200)]
+    finally:
+        is_over.set()
+        for each in sweepers:
+            each.join()
+    assert {*tmp_path.iterdir()} == {each.path for each in segments}

@@ -115,7 +115,7 @@ def test_sent_bytes_are_in_their_own_read_only_arrays() -> None:
         assert not content.data.flags.writeable
 
 
-def test_what_is_lent_is_looked_at_where_it_lies(lender: Lender) -> None:
+def test_lent_shards_are_viewed_in_the_owners_memory(lender: Lender) -> None:
     def script(line: FramedSocket) -> None:
         lender.lend(line, [0, 64, 100], SIZES)
 
@@ -160,7 +160,7 @@ def test_ended_loans_are_returned_with_the_next_call(lender: Lender) -> None:
     assert sorted(lender.returned_ids) == returned_ids
 
 
-def test_what_was_lent_outlives_the_last_call_and_keeps_the_connection_open(
+def test_a_view_of_lent_memory_keeps_the_connection_open(
     lender: Lender,
 ) -> None:
     events: list[str] = []
@@ -187,7 +187,7 @@ def test_what_was_lent_outlives_the_last_call_and_keeps_the_connection_open(
     assert events == ["the last view went", "the connection ended"]
 
 
-def test_memory_that_cannot_be_seen_after_all_is_sent_instead(lender: Lender) -> None:
+def test_if_lent_memory_cannot_be_attached_the_shards_are_sent(lender: Lender) -> None:
     def script(line: FramedSocket) -> None:
         lender.lend(line, [0], [8])
         sent = heard(line)
@@ -205,7 +205,7 @@ def test_memory_that_cannot_be_seen_after_all_is_sent_instead(lender: Lender) ->
         assert len(connection.fetch(handles)) == 1  # it is not tried again
 
 
-def test_another_memory_is_not_looked_for(tmp_path: Path) -> None:
+def test_memory_of_another_machine_is_not_attached(tmp_path: Path) -> None:
     with connected(sender(8), Admitted("elsewhere", str(tmp_path))) as (owner, connection):
         assert len(connection.fetch(handles_of(owner, [8]))) == 1
 
@@ -238,7 +238,7 @@ def test_a_refusal_is_returned_and_the_connection_stays() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[8, 8], [], [9]])
-def test_other_sizes_than_were_asked_for_are_a_mismatch_and_end_the_connection(
+def test_shards_of_wrong_sizes_are_a_mismatch_and_end_the_connection(
     lender: Lender, sizes: list[int]
 ) -> None:
     scripts: list[tuple[Callable[[FramedSocket], None], Admitted | None]] = [
@@ -252,7 +252,7 @@ def test_other_sizes_than_were_asked_for_are_a_mismatch_and_end_the_connection(
             assert connection.state is ConnectionState.WAITING
 
 
-def test_an_owner_that_claims_more_than_there_is_memory_is_not_believed() -> None:
+def test_a_handle_that_claims_more_than_the_owner_sends_is_a_mismatch() -> None:
     with connected(sender(8)) as (owner, connection), pytest.raises(FetchMismatch, match="8 bytes"):
         connection.fetch(handles_of(owner, [2**62]))
 
@@ -293,7 +293,7 @@ def test_an_impossible_loan_is_a_wire_error(lender: Lender, answer: Answer) -> N
         assert connection.state is ConnectionState.WAITING
 
 
-def test_an_owner_that_hangs_up_in_the_midst_of_the_bytes_has_hung_up() -> None:
+def test_a_disconnect_within_the_bytes_is_a_connection_error() -> None:
     def script(line: FramedSocket) -> None:
         heard(line)
         line.send(frame(Sent(pack_numbers([2**20]))), [memoryview(bytes(2**19))])
@@ -318,7 +318,7 @@ def test_many_small_shards_arrive_in_order() -> None:
     "address",
     ["", "tcp://", "tcp://127.0.0.1", "127.0.0.1:80", "tcp://127.0.0.1:x", "ipc:///tmp/x"],
 )
-def test_what_is_no_address_is_named(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(AddressError, match="tcp://host:port"):
         connect(address, None, ReceiveBuffer(), "", ignore)
 
@@ -328,7 +328,7 @@ def test_another_machine_is_not_dialled_without_keys() -> None:
         connect("tcp://10.0.0.1:5", None, ReceiveBuffer(), "", ignore)
 
 
-def test_a_peer_that_is_no_owner_is_recognised_and_costs_no_descriptor() -> None:
+def test_a_peer_that_is_no_owner_is_recognised_and_leaves_no_descriptor() -> None:
     def script(line: FramedSocket) -> None:
         assert not line.wait_for_frame()
 

@@ -1,6 +1,9 @@
-"""Each shard is fetched once, kept within the budget, and never returns after its clear."""
+"""Each shard is fetched once, kept within the budget, and never returns after its clear. The cache
+counts entries as the memory that they hold.
+"""
 
 import gc
+import random
 import signal
 import threading
 import weakref
@@ -12,7 +15,14 @@ import numpy as np
 import pytest
 
 from rollmesh.core.errors import FetchMismatch, OwnerGone
-from rollmesh.tensors.fetch_buffer import CHUNK, BufferStats, FetchBuffer, FetchFn
+from rollmesh.tensors.fetch_buffer import (
+    CHUNK,
+    BufferStats,
+    CacheEntry,
+    FetchBuffer,
+    FetchFn,
+    LruCache,
+)
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
 from tests.unit.tensors.buffer_schedule import check_schedules
 from tests.unit.tensors.fetches import (
@@ -42,13 +52,13 @@ def world() -> World:
     return World()
 
 
-def test_a_shard_that_occurs_often_is_asked_for_once(world: World) -> None:
+def test_a_shard_that_occurs_often_is_fetched_once(world: World) -> None:
     contents = world.ask(*handles(1, 2, 1, 3, 2, 1))
     assert contents[0] is contents[2] is contents[5]
     assert world.owners.asked == [[1, 2, 3]]
 
 
-def test_only_what_is_missing_is_asked_for(world: World) -> None:
+def test_only_missing_shards_are_fetched(world: World) -> None:
     world.ask(*handles(1, 3))
     world.ask(*handles(4, 3, 2, 1))
     world.ask(*handles(2, 1))
@@ -58,7 +68,7 @@ def test_only_what_is_missing_is_asked_for(world: World) -> None:
     assert world.buffer.stats() == BufferStats(4, 4 * SHARD_BYTES, 4, 4, of_no_step)
 
 
-def test_what_was_not_used_for_longest_goes_first(world: World) -> None:
+def test_the_least_recently_used_shards_are_evicted_first(world: World) -> None:
     for number in range(10):
         world.ask(handle(number))
     world.ask(*handles(0, 2))
@@ -77,13 +87,13 @@ def test_a_shard_larger_than_the_budget_is_returned_and_evicts_nothing(world: Wo
     assert world.kept() == (1, BUDGET)
 
 
-def test_without_a_budget_nothing_is_kept_that_has_bytes() -> None:
+def test_without_a_budget_only_empty_shards_are_kept() -> None:
     world = World(0)
     world.ask(handle(1), handle(2, num_bytes=0))
     assert world.kept() == (1, 0)
 
 
-def test_views_outlive_what_is_evicted_and_are_not_counted(world: World) -> None:
+def test_views_survive_eviction_and_are_not_counted(world: World) -> None:
     (first,) = world.ask(handle(1))
     world.ask(WHOLE_BUDGET)
     assert world.kept() == (1, BUDGET)
@@ -93,7 +103,7 @@ def test_views_outlive_what_is_evicted_and_are_not_counted(world: World) -> None
     assert world.kept() == (1, SHARD_BYTES)
 
 
-def test_what_came_in_one_block_counts_whole_until_the_last_of_it_goes(world: World) -> None:
+def test_a_fetched_block_counts_whole_until_its_last_shard_is_evicted(world: World) -> None:
     world.ask(*handles(1, 2, 3, 4), fetch=in_one_block)
     world.ask(*handles(5, 6, 7, 8), fetch=in_one_block)
     world.ask(handle(2))
@@ -113,7 +123,7 @@ LEAVES: dict[str, Leave] = {
 
 
 @pytest.mark.parametrize("leave", LEAVES.values(), ids=LEAVES)
-def test_what_leaves_is_freed_at_once(world: World, leave: Leave) -> None:
+def test_removed_shards_are_freed_at_once(world: World, leave: Leave) -> None:
     gc.disable()
     try:
         data = [weakref.ref(each.data) for each in world.ask(*handles(1, 2))]
@@ -143,7 +153,7 @@ LEAVE_MANY: dict[str, tuple[Callable[[World], int], int]] = {
 
 
 @pytest.mark.parametrize("way", LEAVE_MANY)
-def test_many_shards_come_whole_and_leave_few_at_a_time(way: str) -> None:
+def test_many_shards_are_kept_together_and_freed_a_few_at_a_time(way: str) -> None:
     (leave, number), world = LEAVE_MANY[way], World(MANY * SHARD_BYTES)
     world.ask(*handles(*range(MANY)))
     left: set[int] = {MANY}
@@ -174,7 +184,7 @@ def test_a_repeated_end_of_a_step_drops_nothing(world: World) -> None:
     assert world.buffer.end_step(5) == 1
 
 
-def test_a_late_ask_for_an_ended_step_keeps_nothing(world: World) -> None:
+def test_a_late_request_for_an_ended_step_keeps_nothing(world: World) -> None:
     world.buffer.end_step(4)
     world.ask(handle(1, 4), handle(2, 0))
     assert world.kept() == (0, 0)
@@ -203,7 +213,9 @@ MEANWHILE: dict[str, tuple[RTensor, Callable[[FetchBuffer], int], int]] = {
 
 
 @pytest.mark.parametrize("case", MEANWHILE)
-def test_what_was_cleared_while_it_came_is_returned_and_not_kept(world: World, case: str) -> None:
+def test_a_shard_that_is_cleared_during_its_fetch_is_returned_and_not_kept(
+    world: World, case: str
+) -> None:
     shard, leave, num_kept = MEANWHILE[case]
 
     def fetch(wanted: list[RTensor]) -> list[Content]:
@@ -242,7 +254,7 @@ def test_a_mismatch_keeps_nothing(world: World, wrong: str) -> None:
     world.ask(*handles(1, 2, 3))
 
 
-def test_an_error_leaves_no_content_behind_it(world: World) -> None:
+def test_an_error_keeps_no_content_alive(world: World) -> None:
     def fail(wanted: list[RTensor]) -> list[Content]:
         raise OwnerGone(OWNER, "it hung up")
 
@@ -258,7 +270,7 @@ def test_an_error_leaves_no_content_behind_it(world: World) -> None:
         gc.enable()
 
 
-def test_threads_that_ask_at_once_share_one_fetch(world: World) -> None:
+def test_threads_with_the_same_request_share_one_fetch(world: World) -> None:
     start = threading.Barrier(8)
 
     def ask(shift: int) -> None:
@@ -271,7 +283,7 @@ def test_threads_that_ask_at_once_share_one_fetch(world: World) -> None:
     assert world.kept() == (8, 8 * SHARD_BYTES)
 
 
-def test_what_another_fetches_is_waited_for(world: World) -> None:
+def test_a_thread_waits_for_a_shard_that_another_fetches(world: World) -> None:
     pair = Pair(world)
     pair.fetches[1].land()
     pair.fetches[0].land()
@@ -355,7 +367,7 @@ def test_control_c_in_a_fetch_wakes_waiters(world: World) -> None:
     waiting[0].ended()
 
 
-def test_two_that_wait_for_an_interrupted_thread_fetch_once(world: World) -> None:
+def test_two_waiters_on_an_interrupted_thread_fetch_once(world: World) -> None:
     pair = Pair(world)
     third_fetch = HeldFetch(world.owners)
     third = Asking(partial(world.ask, *handles(1, 3), fetch=third_fetch))
@@ -370,7 +382,7 @@ def test_two_that_wait_for_an_interrupted_thread_fetch_once(world: World) -> Non
     assert sorted(world.owners.asked) == [[1], [1], [2], [3]]
 
 
-def test_many_threads_leave_the_counts_in_order(world: World) -> None:
+def test_counts_are_consistent_after_many_threads(world: World) -> None:
     start = threading.Barrier(6)
 
     def hammer(seed: int) -> None:
@@ -392,5 +404,134 @@ def test_many_threads_leave_the_counts_in_order(world: World) -> None:
     assert world.kept() == (0, 0)
 
 
-def test_every_schedule_of_threads_goes_as_in_a_naive_buffer() -> None:
+def test_every_schedule_of_threads_matches_a_naive_buffer() -> None:
     check_schedules(num_schedules=60, num_steps=25)
+
+
+@pytest.fixture
+def shelf() -> LruCache:
+    return LruCache(10**9)
+
+
+def put(shelf: LruCache, *numbers: int, step: int = UNTAGGED) -> None:
+    """Arrays with their own memory."""
+    for shard in handles(*numbers, step=step):
+        shelf.put(shard, content(shard))
+
+
+def put_block(shelf: LruCache, *numbers: int) -> None:
+    """Arrays in the same memory."""
+    shards = handles(*numbers)
+    for shard, each in zip(shards, in_one_block(shards), strict=True):
+        shelf.put(shard, each)
+
+
+def test_an_entry_is_kept_until_it_is_removed(shelf: LruCache) -> None:
+    shard = handle(1, step=3)
+    given = content(shard)
+    shelf.put(shard, given)
+    assert shelf.use(shard.shard_id) is given
+    assert (len(shelf), shelf.total_bytes) == (1, SHARD_BYTES)
+    kept = shelf.remove(shard.shard_id)
+    assert kept is not None
+    assert (kept.content, kept.of_step.step) == (given, 3)
+    assert (len(shelf), shelf.total_bytes) == (0, 0)
+    assert shelf.remove(shard.shard_id) is None
+    assert shelf.use(shard.shard_id) is None
+
+
+def test_the_least_recently_used_entry_is_removed_first(shelf: LruCache) -> None:
+    put(shelf, 1, 2, 3)
+    shelf.use(*ids(1))
+    left = []
+    while len(shelf):
+        left.append(shelf.remove_coldest().content.data.tobytes())
+    assert left == [content(each).data.tobytes() for each in handles(2, 3, 1)]
+
+
+def test_the_shards_of_a_step_and_those_before_are_found(shelf: LruCache) -> None:
+    put(shelf, 1, 2, step=3)
+    put(shelf, 3, step=5)
+    put(shelf, 4)
+    found = []
+    while kept := shelf.remove_ended(4):
+        found.append(kept.content.data.tobytes())
+    assert sorted(found) == sorted(content(each).data.tobytes() for each in handles(1, 2, 4))
+    assert (len(shelf), shelf.total_bytes) == (1, SHARD_BYTES)
+
+
+def test_each_step_has_the_bytes_of_its_shards(shelf: LruCache) -> None:
+    put(shelf, 1, 2, step=3)
+    put(shelf, 3, step=5)
+    put_block(shelf, 4, 5)
+    shelf.remove(*ids(1))
+    shelf.remove(*ids(4))
+    one = SHARD_BYTES
+    assert shelf.bytes_by_step == {3: one, 5: one, UNTAGGED: one}
+    assert shelf.total_bytes == 4 * SHARD_BYTES
+    shelf.remove_ended(4)
+    shelf.remove_ended(4)
+    assert shelf.bytes_by_step == {5: one}
+
+
+def test_an_entry_larger_than_the_budget_is_not_kept() -> None:
+    shelf = LruCache(2 * SHARD_BYTES)
+    shelf.put(handle(1, num_bytes=2 * SHARD_BYTES + 1), content(handle(1)))
+    put_block(shelf, 2, 3, 4)
+    assert (len(shelf), shelf.total_bytes, shelf.bytes_by_step) == (0, 0, {})
+    put_block(shelf, 5, 6)
+    assert (len(shelf), shelf.is_over) == (2, False)
+    put(shelf, 7)
+    assert (len(shelf), shelf.is_over) == (3, True)
+
+
+def test_a_cached_block_counts_whole_until_its_last_shard_is_removed(shelf: LruCache) -> None:
+    put_block(shelf, 1, 2, 3)
+    used = shelf.use(*ids(1))
+    assert used is not None
+    memory = weakref.ref(used.data.base)
+    del used
+    gc.disable()
+    try:
+        for number in (1, 3):
+            shelf.remove(*ids(number))
+            assert (shelf.total_bytes, memory() is None) == (3 * SHARD_BYTES, False)
+        shelf.remove(*ids(2))
+        assert (shelf.total_bytes, memory() is None) == (0, True)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations_on_the_cache_count_like_a_list(shelf: LruCache, seed: int) -> None:
+    chance = random.Random(seed)
+    here: list[RTensor] = []
+    block_of: dict[int, tuple[int, int]] = {}
+    for number in range(400):
+        match chance.choice(["put", "put", "use", "remove", "coldest", "ended"]):
+            case "put":
+                shards = [handle(9 * number + each, each % 3, each) for each in range(1, 5)]
+                shards = shards[: chance.randrange(1, 5)]
+                for shard, each in zip(shards, in_one_block(shards), strict=True):
+                    shelf.put(shard, each)
+                    block_of[shard.shard_id] = number, sum(each.num_bytes for each in shards)
+                here += shards
+            case "use" if here:
+                here.append(here.pop(chance.randrange(len(here))))
+                assert shelf.use(here[-1].shard_id) is not None
+            case "remove" if here:
+                shard = here.pop(chance.randrange(len(here)))
+                assert isinstance(shelf.remove(shard.shard_id), CacheEntry)
+            case "coldest" if here:
+                assert shelf.remove_coldest().of_step.step == here.pop(0).step
+            case "ended" if any(each.step == 0 for each in here):
+                kept = shelf.remove_ended(0)
+                assert kept is not None
+                assert kept.of_step.step == 0
+                here.remove(next(each for each in here if shelf.use(each.shard_id) is None))
+                here = [each for each in here if shelf.use(each.shard_id) is not None]
+        blocks = dict(block_of[each.shard_id] for each in here)
+        assert (len(shelf), shelf.total_bytes) == (len(here), sum(blocks.values()))
+    while here:
+        assert shelf.remove(here.pop().shard_id) is not None
+    assert shelf.total_bytes == 0

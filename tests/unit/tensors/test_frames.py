@@ -1,4 +1,13 @@
-"""Frames between owner and consumer decode to what was encoded; anything else is a WireError."""
+"""Frames between owner and consumer: encoding, and sockets on which they arrive whole and in place.
+Stalled and malformed peers are disconnected.
+"""
+
+import random
+import socket
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import pytest
@@ -6,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.core.errors import WireError
+from rollmesh.tensors.framed_socket import MAX_BUFFERS, FramedSocket
 from rollmesh.tensors.frames import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -34,6 +44,7 @@ from rollmesh.tensors.frames import (
     pack_numbers,
     unpack_numbers,
 )
+from rollmesh.wire.sockets import DEAD_S
 
 ASKS: list[Request] = [
     Hello(1, b"n" * NONCE_BYTES),
@@ -62,7 +73,7 @@ def header_of(framed: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("ask", ASKS)
-def test_an_ask_survives_the_way_and_is_no_answer(ask: Request) -> None:
+def test_a_request_survives_encoding_and_is_no_answer(ask: Request) -> None:
     header = header_of(frame(ask))
     assert decode_request(header) == ask
     with pytest.raises(WireError, match="not an answer"):
@@ -70,7 +81,7 @@ def test_an_ask_survives_the_way_and_is_no_answer(ask: Request) -> None:
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_an_answer_survives_the_way_and_is_no_ask(answer: Answer) -> None:
+def test_an_answer_survives_encoding_and_is_no_request(answer: Answer) -> None:
     header = header_of(frame(answer))
     assert decode_answer(header) == answer
     with pytest.raises(WireError, match="not an ask"):
@@ -81,14 +92,14 @@ def test_a_later_peer_may_append_fields() -> None:
     assert decode_answer(msgspec.msgpack.encode(["cleared", 3, "new"])) == Cleared(3)
 
 
-def test_a_length_that_no_header_has_is_refused_before_room_is_made() -> None:
+def test_an_impossible_header_length_is_refused_before_memory_is_allocated() -> None:
     assert length_of(MAX_HEADER_BYTES.to_bytes(4, "little")) == MAX_HEADER_BYTES
     for length in (MAX_HEADER_BYTES + 1, 2**31, 2**32 - 1):
         with pytest.raises(WireError, match=f"a header of {length} bytes"):
             length_of(length.to_bytes(4, "little"))
 
 
-def test_the_longest_answer_to_the_longest_ask_is_a_header() -> None:
+def test_the_longest_answer_to_the_longest_request_fits_into_a_header() -> None:
     full = pack_numbers([2**64 - 1] * MAX_IDS)
     assert len(frame(Fetch(full, True, full))) < MAX_HEADER_BYTES
     assert len(frame(Lent(["/dev/shm/" + "x" * 200] * 1024, full, full, full))) < MAX_HEADER_BYTES
@@ -127,7 +138,197 @@ def test_a_damaged_header_is_a_message_or_a_wire_error(data: st.DataObject) -> N
             continue
 
 
-def test_nesting_without_end_is_refused() -> None:
+def test_deep_nesting_is_refused() -> None:
     deep = b"\x92\xa5hello" + b"\x91" * 10**5
     with pytest.raises(WireError, match="not an ask"):
         decode_request(deep)
+
+
+HELLO = frame(Refused("hello"))
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[FramedSocket, FramedSocket]]:
+    """Both ends of a TCP connection on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        near = socket.create_connection(listening.getsockname())
+        far, _ = listening.accept()
+    lines = FramedSocket(near, patience_s=0.05), FramedSocket(far, patience_s=5.0)
+    yield lines
+    for line in lines:
+        line.close()
+
+
+def raw(line: FramedSocket) -> socket.socket:
+    return line._socket  # noqa: SLF001 - a vandal's end has no frames
+
+
+def sent_by(line: FramedSocket, header: bytes, buffers: list[memoryview]) -> threading.Thread:
+    thread = threading.Thread(target=line.send, args=(header, buffers))
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [],
+        [0],
+        [1, 0, 7],
+        [2**24],
+        [16] * (3 * MAX_BUFFERS),
+        [0] * (MAX_BUFFERS + 1) + [5],
+        [2**20 + 1] * 20,
+    ],
+)
+def test_buffers_arrive_in_their_places(
+    ends: tuple[FramedSocket, FramedSocket], sizes: list[int]
+) -> None:
+    near, far = ends
+    near.patience_s = 5.0
+    rng = random.Random(1)
+    sent = [rng.randbytes(size) for size in sizes]
+    thread = sent_by(near, HELLO, [memoryview(each) for each in sent])
+    assert decode_answer(far.receive()) == Refused("hello")
+    came = [bytearray(size) for size in sizes]
+    far.fill([memoryview(each) for each in came])
+    thread.join()
+    assert came == sent
+    assert far.num_received == len(HELLO) + sum(sizes)
+
+
+def test_received_buffers_may_have_other_sizes_than_the_sent_ones(
+    ends: tuple[FramedSocket, FramedSocket],
+) -> None:
+    near, far = ends
+    near.send(b"", [memoryview(bytes(range(100)))])
+    came = [bytearray(size) for size in (1, 0, 33, 66)]
+    far.fill([memoryview(each) for each in came])
+    assert b"".join(came) == bytes(range(100))
+
+
+@pytest.mark.parametrize("length", [2**23 + 1, 2**31, 2**32 - 1])
+def test_a_claimed_length_allocates_no_memory(
+    ends: tuple[FramedSocket, FramedSocket], length: int
+) -> None:
+    near, far = ends
+    raw(near).sendall(length.to_bytes(4, "little") + b"x" * 100)
+    tracemalloc.start()
+    with pytest.raises(WireError, match="a header of"):
+        far.receive()
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 2**20
+
+
+@pytest.mark.parametrize("content", [b"", b"\x05", b"\x05\0\0\0", b"\x05\0\0\0half"])
+def test_a_disconnect_within_a_frame_differs_from_a_clean_end(
+    ends: tuple[FramedSocket, FramedSocket], content: bytes
+) -> None:
+    near, far = ends
+    raw(near).sendall(content)
+    near.cut()
+    assert far.wait_for_frame() is bool(content)
+    with pytest.raises(ConnectionResetError, match="hung up"):
+        far.receive()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x05", b"\x05\0\0\0half"])
+def test_a_peer_that_stops_within_a_frame_is_given_up(
+    ends: tuple[FramedSocket, FramedSocket], content: bytes
+) -> None:
+    near, far = ends
+    raw(far).sendall(content)
+    with pytest.raises(TimeoutError):
+        near.receive()
+
+
+def test_a_peer_that_drips_is_given_up_at_its_deadline(
+    ends: tuple[FramedSocket, FramedSocket],
+) -> None:
+    near, far = ends
+    far.allow(0.1)
+    stop = threading.Event()
+
+    def drip() -> None:
+        raw(near).send((1000).to_bytes(4, "little"))
+        while not stop.wait(0.005):
+            raw(near).send(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        far.receive()
+    stop.set()
+    thread.join()
+
+
+def test_a_peer_that_does_not_read_is_given_up(ends: tuple[FramedSocket, FramedSocket]) -> None:
+    near, _ = ends
+    with pytest.raises(TimeoutError):
+        near.send(HELLO, [memoryview(bytes(2**20))] * 64)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1000])
+def test_a_request_is_read_to_its_end_in_pieces_of_any_size(
+    ends: tuple[FramedSocket, FramedSocket], piece: int
+) -> None:
+    near, far = ends
+    content = b"GET / HTTP/1.1" + b"x" * 50 + b"\r\n\r\n"
+    for at in range(0, len(content), piece):
+        raw(near).sendall(content[at : at + piece])
+    raw(near).sendall(b"and more")
+    assert far.receive_until(b"\r\n\r\n", len(content)) == content
+
+
+@pytest.mark.parametrize("num_bytes", [100, 101, 1000])
+def test_a_request_without_end_is_read_as_far_as_allowed(
+    ends: tuple[FramedSocket, FramedSocket], num_bytes: int
+) -> None:
+    near, far = ends
+    raw(near).sendall(b"x" * num_bytes)
+    with pytest.raises(WireError, match="no end within 100 bytes"):
+        far.receive_until(b"\r\n\r\n", 100)
+    assert far.num_received == 100
+
+
+def test_keepalive_detects_a_dead_machine_and_is_off_within_one_machine(
+    ends: tuple[FramedSocket, FramedSocket],
+) -> None:
+    for line in ends:
+        option = partial(raw(line).getsockopt, socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        gives_up = partial(raw(line).getsockopt, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert (option(), gives_up()) == (1, DEAD_S * 1000)
+        line.share_machine()
+        assert (option(), gives_up()) == (0, 0)
+
+
+def test_a_cut_wakes_waiters_at_both_ends(ends: tuple[FramedSocket, FramedSocket]) -> None:
+    near, far = ends
+    heard: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda end=end: heard.append(end.wait_for_frame())) for end in ends
+    ]
+    for thread in threads:
+        thread.start()
+    near.cut()
+    for thread in threads:
+        thread.join()
+    assert heard == [False, False]
+    far.cut()
+    near.cut()
+
+
+def test_the_end_is_awaited_past_remaining_messages(
+    ends: tuple[FramedSocket, FramedSocket],
+) -> None:
+    near, far = ends
+    far.stop_sending()
+    assert near.wait_for_frame() is False
+    ended = threading.Thread(target=far.wait_for_end)
+    ended.start()
+    raw(near).sendall(b"x" * 1000)
+    assert ended.is_alive()
+    near.close()
+    ended.join(60.0)
+    assert not ended.is_alive()

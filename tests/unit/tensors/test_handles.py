@@ -1,16 +1,19 @@
-"""Handles travel as columns, and a malformed pack is refused."""
+"""Handles travel as columns, malformed packs are refused, and contents must match their handles."""
 
 import random
 import time
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.core.errors import WireError
-from rollmesh.tensors.handles import UNTAGGED, RTensor, new_incarnation, pack, unpack
+from rollmesh.core.errors import FetchMismatch, WireError
+from rollmesh.tensors.fetch_buffer import check_fetched
+from rollmesh.tensors.handles import UNTAGGED, Content, RTensor, new_incarnation, pack, unpack
+from tests.unit.tensors.fetches import OWNER, content, handle, handles
 
 DTYPES = ["bfloat16", "float8_e4m3fn", "int32", "bool", "complex128"]
 HANDLES = st.builds(
@@ -54,7 +57,7 @@ def test_a_tagged_handle_differs_in_its_step_alone() -> None:
 
 
 @given(st.lists(HANDLES, max_size=30))
-def test_what_is_packed_is_unpacked_in_order(handles: list[RTensor]) -> None:
+def test_handles_are_unpacked_in_their_order(handles: list[RTensor]) -> None:
     assert unpack(pack(handles)) == handles
 
 
@@ -84,7 +87,7 @@ def cpu_s(act: Callable[[], object]) -> float:
     return time.thread_time() - start
 
 
-def test_what_was_cut_or_bent_is_no_pack() -> None:
+def test_a_truncated_or_changed_pack_is_refused() -> None:
     packed = pack(batch(4))
     rng = random.Random(1)
     for stop in range(len(packed)):
@@ -106,7 +109,7 @@ def unpacked_or_error(buffer: bytearray) -> list[RTensor] | WireError:
 @pytest.mark.parametrize(
     "noise", [b"", b"\xc0", b"\x90", b"\x91" * 5000, b"\xdd\xff\xff\xff\xff", b"\xa5Hello", b"{}"]
 )
-def test_noise_is_no_pack(noise: bytes) -> None:
+def test_random_bytes_are_no_pack(noise: bytes) -> None:
     with pytest.raises(WireError):
         unpack(noise)
 
@@ -126,9 +129,55 @@ def test_noise_is_no_pack(noise: bytes) -> None:
     ],
     ids=str,
 )
-def test_columns_that_do_not_fit_are_no_pack(fields: dict[int, object]) -> None:
+def test_inconsistent_columns_are_refused(fields: dict[int, object]) -> None:
     true: list[object] = [1, ["tcp://h:1"], [["int32", [4], 16]], [1, 2], [3, 3], [0, 0], [0, 0]]
     assert len(unpack(msgspec.msgpack.encode(true))) == 2
     bent = [fields.get(place, field) for place, field in enumerate(true)]
     with pytest.raises(WireError):
         unpack(msgspec.msgpack.encode(bent))
+
+
+def read_only(num_bytes: int) -> np.ndarray:
+    data = np.zeros(num_bytes, np.uint8)
+    data.flags.writeable = False
+    return data
+
+
+def test_contents_that_match_their_handles_pass() -> None:
+    wanted = [handle(1), handle(2, num_bytes=0), handle(1)]
+    check_fetched(wanted, [content(each) for each in wanted])
+    with pytest.raises(FetchMismatch):
+        check_fetched(wanted, [content(each) for each in reversed(wanted)][1:])
+
+
+@pytest.mark.parametrize("num_given", [0, 1, 3])
+def test_a_wrong_number_of_shards_is_a_mismatch_that_names_both(num_given: int) -> None:
+    given = [content(each) for each in handles(1, 2, 3)[:num_given]]
+    with pytest.raises(FetchMismatch) as caught:
+        check_fetched(handles(1, 2), given)
+    assert str(caught.value) == f"2 shards were asked of {OWNER}, {num_given} came"
+
+
+@pytest.mark.parametrize(
+    ("given", "came"),
+    [
+        (Content("float32", (2, 3), read_only(23)), "float32 [2, 3] of 23 bytes"),
+        (Content("float32", (3, 2), read_only(24)), "float32 [3, 2] of 24 bytes"),
+        (Content("int32", (2, 3), read_only(24)), "int32 [2, 3] of 24 bytes"),
+    ],
+)
+def test_a_wrong_size_shape_or_type_is_a_mismatch_that_names_the_shard(
+    given: Content, came: str
+) -> None:
+    wanted = RTensor(0xAB << 32 | 5, OWNER, 3, "float32", (2, 3), 24)
+    with pytest.raises(FetchMismatch) as caught:
+        check_fetched([wanted], [given])
+    asked = "float32 [2, 3] of 24 bytes"
+    assert str(caught.value) == f"shard 0xab00000005 of {OWNER} is {asked}, and {came} came"
+
+
+def test_writable_contents_of_a_backend_are_an_assertion_error() -> None:
+    shard = handle(1)
+    writable = Content(shard.dtype, shard.shape, np.zeros(shard.num_bytes, np.uint8))
+    with pytest.raises(AssertionError, match="read-only"):
+        check_fetched([shard], [writable])

@@ -73,13 +73,13 @@ class Door:
         return str(self.error or "")
 
 
-def test_without_keys_both_are_content(ends: tuple[FramedSocket, FramedSocket]) -> None:
+def test_without_keys_a_consumer_is_admitted(ends: tuple[FramedSocket, FramedSocket]) -> None:
     door = Door(ends[1], None)
     assert greet_owner(ends[0], OWNER, None) == ADMITTED
     assert door.refusal() == ""
 
 
-def test_with_the_same_keys_both_are_content(
+def test_with_the_same_keys_a_consumer_is_admitted(
     ends: tuple[FramedSocket, FramedSocket], keys: Keys
 ) -> None:
     door = Door(ends[1], keys)
@@ -97,7 +97,7 @@ def test_a_consumer_without_keys_gets_an_error_that_asks_for_them(
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_an_owner_without_keys_or_with_others_is_not_believed(
+def test_an_owner_without_the_keys_is_not_trusted(
     ends: tuple[FramedSocket, FramedSocket], keys: Keys, other_keys: Keys, has_keys: bool
 ) -> None:
     door = Door(ends[1], other_keys if has_keys else None)
@@ -107,7 +107,7 @@ def test_an_owner_without_keys_or_with_others_is_not_believed(
     assert door.refusal() == "hung up"
 
 
-def test_a_consumer_with_other_keys_is_sent_away(
+def test_a_consumer_with_other_keys_is_refused(
     ends: tuple[FramedSocket, FramedSocket], keys: Keys, other_keys: Keys
 ) -> None:
     """A consumer that does not check the owner's identity."""
@@ -123,7 +123,7 @@ def test_a_consumer_with_other_keys_is_sent_away(
 
 
 @pytest.mark.parametrize("keyed", [False, True])
-def test_another_protocol_is_named(
+def test_another_protocol_version_is_refused(
     ends: tuple[FramedSocket, FramedSocket], keys: Keys, keyed: bool
 ) -> None:
     door = Door(ends[1], keys if keyed else None)
@@ -145,7 +145,7 @@ def test_another_protocol_is_named(
         frame(Hello(PROTOCOL, NONCE))[:-1],
     ],
 )
-def test_nonsense_is_sent_away(
+def test_a_malformed_greeting_is_refused(
     ends: tuple[FramedSocket, FramedSocket], keys: Keys, refusal: bytes
 ) -> None:
     door = Door(ends[1], keys)
@@ -154,7 +154,7 @@ def test_nonsense_is_sent_away(
     assert door.refusal() != ""
 
 
-def test_an_owner_that_talks_nonsense_is_no_owner(ends: tuple[FramedSocket, FramedSocket]) -> None:
+def test_a_malformed_welcome_is_a_wire_error(ends: tuple[FramedSocket, FramedSocket]) -> None:
     ends[1].send(frame(ADMITTED))
     with pytest.raises(WireError, match="Admitted where Welcome belongs"):
         greet_owner(ends[0], OWNER, None)
@@ -170,7 +170,9 @@ def test_a_silent_peer_is_given_up(
         greet_owner(ends[0], OWNER, None)
 
 
-def test_no_two_handshakes_are_alike(ends: tuple[FramedSocket, FramedSocket], keys: Keys) -> None:
+def test_every_handshake_has_its_own_nonce_and_proof(
+    ends: tuple[FramedSocket, FramedSocket], keys: Keys
+) -> None:
     """So an overheard proof opens nothing later."""
     near, far = ends
     welcomes = []

@@ -72,7 +72,7 @@ def test_leaves_are_found_in_order_and_each_once() -> None:
 
 
 @pytest.mark.parametrize("nested", [Leaf("a"), 1, None, [], {}, (), "text", [[1, 2], {"a": "b"}]])
-def test_a_leaf_alone_is_found_and_nothing_where_none_is(nested: object) -> None:
+def test_a_bare_leaf_is_found_and_other_values_have_none(nested: object) -> None:
     assert collect(nested, Leaf) == ([nested] if isinstance(nested, Leaf) else [])
 
 
@@ -101,7 +101,7 @@ def test_a_container_keeps_its_type(nested: object, wanted: object) -> None:
     assert collect(nested, Leaf), "it was changed in place"
 
 
-def test_what_a_container_has_besides_its_parts_stays() -> None:
+def test_other_attributes_of_a_container_are_kept() -> None:
     nested: defaultdict[str, Any] = defaultdict(list, k=Leaf("a"))
     assert transform(nested, Leaf, named)["other"] == []
     tagged = Tagged([Leaf("a")])
@@ -109,15 +109,15 @@ def test_what_a_container_has_besides_its_parts_stays() -> None:
     assert transform(tagged, Leaf, named).tag == "kept"
 
 
-def test_a_mapping_that_cannot_be_made_becomes_a_dict() -> None:
+def test_a_mapping_that_cannot_be_constructed_becomes_a_dict() -> None:
     assert transform(MappingProxyType({"k": Leaf("a"), "n": 1}), Leaf, named) == {"k": "a", "n": 1}
 
 
-def test_a_mapping_that_makes_its_values_is_asked_once() -> None:
+def test_a_mapping_that_creates_its_values_is_read_once() -> None:
     assert transform([Fresh(), Fresh()], Leaf, named) == [{"a": ["a"], "b": ["b"], "c": ["c"]}] * 2
 
 
-def test_what_holds_no_leaf_comes_back_itself() -> None:
+def test_a_value_without_leaves_is_returned_itself() -> None:
     kept = {"ids": [1, 2, 3], "meta": Open([])}
     nested = {"kept": kept, "leaf": Leaf("a")}
     changed = transform(nested, Leaf, named)
@@ -146,7 +146,7 @@ def test_one_container_at_two_places_stays_one() -> None:
     assert changed["x"] == ["a"]
 
 
-def test_many_ways_to_one_leaf_are_walked_once() -> None:
+def test_many_paths_to_one_leaf_are_walked_once() -> None:
     nested: object = Leaf("a")
     for _ in range(100):
         nested = [nested, nested]
@@ -209,5 +209,5 @@ def in_leaves(value: Any) -> Any:
 
 
 @given(NESTS)
-def test_any_nest_comes_back_as_it_was(nested: object) -> None:
+def test_every_nest_is_restored_from_its_leaves(nested: object) -> None:
     assert transform(in_leaves(nested), Leaf, named) == nested

@@ -58,7 +58,7 @@ def expected(sizes: list[int]) -> list[bytes]:
     return [bytes(content_of(seed, size).data) for seed, size in enumerate(sizes)]
 
 
-def test_shards_come_as_they_were_put(owner: Owned, peers: Peers) -> None:
+def test_fetched_shards_equal_the_stored_ones(owner: Owned, peers: Peers) -> None:
     handles = owner.put(SIZES)
     contents = peers.fetch(owner.address, handles)
     assert data_of(contents) == expected(SIZES)
@@ -68,12 +68,12 @@ def test_shards_come_as_they_were_put(owner: Owned, peers: Peers) -> None:
     assert data_of(backwards) == expected(SIZES)[::-1]
 
 
-def test_nothing_is_fetched_for_nothing(peers: Peers) -> None:
+def test_an_empty_request_dials_no_owner(peers: Peers) -> None:
     assert peers.fetch("tcp://127.0.0.1:1", []) == []
     assert peers.clear("tcp://127.0.0.1:1", []) == 0
 
 
-def test_more_than_a_message_holds_is_asked_for_in_several(
+def test_a_large_request_is_split_into_several_messages(
     owner: Owned, peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers_module, "MAX_IDS", 2)
@@ -98,7 +98,7 @@ def test_a_cleared_shard_is_missing_and_the_others_are_there(owner: Owned, peers
     assert data_of(peers.fetch(owner.address, handles[:2])) == expected(SIZES)[:2]
 
 
-def test_what_is_looked_at_stays_when_its_owner_clears_it(peers: Peers) -> None:
+def test_a_viewed_shard_stays_valid_when_its_owner_clears_it(peers: Peers) -> None:
     with owned() as owner:
         handles = owner.put([100_000])
         (content,) = peers.fetch(owner.address, handles)
@@ -179,7 +179,7 @@ def test_a_restarted_owner_is_found_and_has_lost_its_shards(peers: Peers) -> Non
         assert data_of(peers.fetch(bind, second.put(SIZES))) == expected(SIZES)
 
 
-def test_an_owner_that_went_is_gone(owner: Owned, peers: Peers) -> None:
+def test_a_stopped_owner_is_gone(owner: Owned, peers: Peers) -> None:
     handles = owner.put(SIZES)
     peers.fetch(owner.address, handles)
     owner.server.stop()
@@ -213,7 +213,7 @@ def hold_back(line: FramedSocket) -> None:
 @pytest.mark.parametrize(
     ("script", "message"), [(vanish, "hung up"), (mumble, "a header of"), (hold_back, "hung up")]
 )
-def test_an_owner_that_fails_in_mid_fetch_is_gone_and_found_again(
+def test_an_owner_that_fails_during_a_fetch_is_gone_and_found_again(
     peers: Peers, script: Callable[[FramedSocket], None], message: str
 ) -> None:
     num_dialled = 0
@@ -308,14 +308,14 @@ def test_ended_loans_of_a_busy_peer_are_returned_when_it_is_idle(peers: Peers) -
         peers.close()
 
 
-def test_an_address_that_cannot_be_an_owner_is_named(peers: Peers) -> None:
+def test_an_address_that_cannot_be_an_owner_is_refused(peers: Peers) -> None:
     with pytest.raises(AddressError, match="tcp://host:port"):
         peers.fetch("nowhere", handles_of("nowhere", [1]))
     with pytest.raises(AddressError, match="need keys"):
         peers.fetch("tcp://10.1.2.3:4", handles_of("tcp://10.1.2.3:4", [1]))
 
 
-def test_nothing_is_left_open() -> None:
+def test_no_descriptor_or_thread_is_left_open() -> None:
     before = opened()
     with owned() as owner:
         for _ in range(3):
@@ -329,7 +329,7 @@ def test_nothing_is_left_open() -> None:
 @pytest.mark.parametrize("is_shared", [True, False])
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(seeds=st.lists(st.integers(0, 2**32), min_size=3, max_size=3, unique=True))
-def test_consumers_that_crowd_an_owner_see_whole_shards_and_leave_nothing(
+def test_concurrent_consumers_see_whole_shards_and_leave_nothing(
     is_shared: bool, seeds: list[int]
 ) -> None:
     """While the shards that they view are cleared, and the memory is wanted for more."""
@@ -373,7 +373,7 @@ def test_consumers_that_crowd_an_owner_see_whole_shards_and_leave_nothing(
     assert wrong == []
 
 
-def test_a_forked_child_has_no_part_in_a_connection(peers: Peers) -> None:
+def test_a_forked_child_does_not_use_the_connections(peers: Peers) -> None:
     with owned() as owner:
         handles = owner.put(SIZES)
         peers.fetch(owner.address, handles)

@@ -66,7 +66,7 @@ def kept(plane: Plane) -> int:
     return buffer.num_tensors
 
 
-def test_a_batch_goes_from_process_to_process_as_handles(mesh: Mesh) -> None:
+def test_a_batch_is_passed_between_processes_as_handles(mesh: Mesh) -> None:
     owner, consumer = mesh.process(7001), mesh.consumer()
     handles = owner.remotize(rollouts(), step=3)
     assert collect(handles, torch.Tensor) == []
@@ -76,7 +76,7 @@ def test_a_batch_goes_from_process_to_process_as_handles(mesh: Mesh) -> None:
     assert_same(consumer.localize(handles), rollouts())
 
 
-def test_handles_say_what_they_stand_for(mesh: Mesh) -> None:
+def test_a_handle_describes_its_tensor(mesh: Mesh) -> None:
     owner = mesh.process(7001)
     handle = owner.remotize(torch.zeros(2, 3, dtype=torch.float8_e4m3fn), step=5)
     assert handle == RTensor(handle.shard_id, "tcp://127.0.0.1:7001", 5, "float8_e4m3fn", (2, 3), 6)
@@ -91,21 +91,21 @@ def test_packed_handles_lead_to_the_same_tensors(mesh: Mesh) -> None:
     assert_same(consumer.localize(unpack(pack(handles))), rollouts())
 
 
-def test_an_owner_reads_its_own_without_a_fetch(mesh: Mesh) -> None:
+def test_an_owner_reads_its_own_shards_without_a_fetch(mesh: Mesh) -> None:
     owner = mesh.process(7001)
     assert_same(owner.localize(owner.remotize(rollouts())), rollouts())
     assert mesh.neighbours.fetches == []
     assert kept(owner) == 0
 
 
-def test_an_owner_knows_its_own_under_any_address(mesh: Mesh) -> None:
+def test_an_owner_recognises_its_own_shards_under_any_address(mesh: Mesh) -> None:
     owner = mesh.process(7001)
     handle = msgspec.structs.replace(owner.remotize(torch.ones(2)), owner="tcp://here:7001")
     assert owner.localize(handle).tolist() == [1, 1]
     assert mesh.neighbours.fetches == []
 
 
-def test_one_tensor_at_two_places_is_stored_once_and_comes_back_as_one(mesh: Mesh) -> None:
+def test_one_tensor_at_two_places_is_stored_and_localized_as_one(mesh: Mesh) -> None:
     owner, consumer = mesh.process(7001), mesh.consumer()
     shared = torch.arange(1000)
     handles = owner.remotize({"a": shared, "b": [shared]})
@@ -138,7 +138,7 @@ def test_a_padded_batch_is_not_cut(mesh: Mesh) -> None:
     assert_same(owner.localize(owner.remotize(batch)), batch)
 
 
-def test_what_is_stored_does_not_follow_its_source(mesh: Mesh) -> None:
+def test_a_stored_tensor_does_not_change_with_its_source(mesh: Mesh) -> None:
     owner = mesh.process(7001)
     source = torch.ones(4, requires_grad=True)
     handle = owner.remotize(source)
@@ -164,13 +164,13 @@ def test_handles_pass_when_remotized(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("nested", [[], {}, None, 1.5, {"loss": 0.5}, [None, None]])
-def test_what_holds_no_tensor_goes_through(mesh: Mesh, nested: object) -> None:
+def test_values_without_tensors_pass_unchanged(mesh: Mesh, nested: object) -> None:
     owner = mesh.process(7001)
     assert owner.localize(owner.remotize(nested)) == nested
     assert stored_bytes(owner) == 0
 
 
-def test_a_tensor_of_ours_is_remotized_like_any_other(mesh: Mesh) -> None:
+def test_a_localized_tensor_is_remotized_like_any_other(mesh: Mesh) -> None:
     first, second = mesh.process(7001), mesh.process(7002)
     handle = second.remotize(second.localize(first.remotize(torch.arange(5))))
     assert handle.owner == "tcp://127.0.0.1:7002"
@@ -197,7 +197,7 @@ def test_a_second_localize_serves_from_the_buffer(mesh: Mesh) -> None:
     assert kept(consumer) == 2
 
 
-def test_what_was_localized_outlives_its_shard(mesh: Mesh) -> None:
+def test_a_localized_tensor_survives_its_shard(mesh: Mesh) -> None:
     owner, consumer = mesh.process(7001), mesh.consumer()
     handle = owner.remotize(torch.arange(1000), step=1)
     own, copy = owner.localize(handle), consumer.localize(handle)
@@ -223,7 +223,7 @@ def test_the_end_of_a_step_frees_owners_and_consumers(mesh: Mesh) -> None:
     consumer.localize([new, kept_on])
 
 
-def test_every_role_that_looked_is_freed_since_tags_and_not_roles_decide(mesh: Mesh) -> None:
+def test_the_end_of_a_step_frees_the_copies_of_every_role(mesh: Mesh) -> None:
     actor, teacher, evaluation, idle = mesh.process(7001), *(mesh.consumer() for _ in range(3))
     batch = actor.remotize(rollouts(), step=7)
     results = teacher.localize(batch), evaluation.localize(batch)
@@ -256,7 +256,7 @@ def test_a_clear_at_its_owner_evicts_the_copies_first(mesh: Mesh) -> None:
     assert kept(consumer) == 0
 
 
-def test_an_owner_clears_at_itself_without_a_way(mesh: Mesh) -> None:
+def test_an_owner_clears_its_own_shards_without_a_backend(mesh: Mesh) -> None:
     owner = mesh.process(7001)
     handle = owner.remotize(torch.ones(2))
     assert owner.clear_at(handle.owner, [handle.shard_id]) == 1
@@ -292,7 +292,7 @@ class Careless(Neighbours):
 
 @pytest.mark.parametrize("num_owners", [1, 2])
 @pytest.mark.parametrize("buffer", [FetchBuffer(MAX_BYTES), None], ids=["buffer", "no buffer"])
-def test_a_backend_that_gives_too_little_is_found_out(
+def test_a_backend_that_returns_too_few_shards_is_a_mismatch(
     mesh: Mesh, buffer: FetchBuffer | None, num_owners: int
 ) -> None:
     careless = Careless()
@@ -304,7 +304,7 @@ def test_a_backend_that_gives_too_little_is_found_out(
     assert buffer is None or buffer.stats().num_tensors == 0
 
 
-def test_a_batch_beyond_the_budget_is_stored_not_at_all(mesh: Mesh) -> None:
+def test_a_batch_beyond_the_budget_stores_nothing(mesh: Mesh) -> None:
     owner = mesh.process(7001)
     too_much = [torch.ones(MAX_BYTES // 8) for _ in range(3)]
     with pytest.raises(StoreFull):
@@ -312,14 +312,14 @@ def test_a_batch_beyond_the_budget_is_stored_not_at_all(mesh: Mesh) -> None:
     assert stored_bytes(owner) == 0
 
 
-def test_a_process_without_a_way_says_so(mesh: Mesh) -> None:
+def test_a_process_without_a_backend_names_the_owner(mesh: Mesh) -> None:
     handle = mesh.process(7001).remotize(torch.ones(2))
     for owner, why in ((handle.owner, handle.owner), ("", "no server")):
         with pytest.raises(TensorError, match=why):
             Plane().localize(msgspec.structs.replace(handle, owner=owner))
 
 
-def test_without_a_plane_tensors_stay_what_they_are() -> None:
+def test_without_a_plane_tensors_pass_unchanged() -> None:
     plane = current()
     batch = rollouts()
     assert plane.remotize(batch, step=1) is batch
@@ -349,7 +349,7 @@ def test_threads_that_localize_the_same_share_one_fetch_each(mesh: Mesh) -> None
     assert sum(count for _, count in mesh.neighbours.fetches) == 64
 
 
-def test_a_handle_whose_shard_is_gone_says_why(mesh: Mesh) -> None:
+def test_a_handle_of_a_missing_shard_names_the_reason(mesh: Mesh) -> None:
     owner = mesh.process(7001)
     handle = owner.remotize(torch.ones(2))
     owner.clear([handle.shard_id])

@@ -1,11 +1,15 @@
-"""One of the consumers on a machine fetches, and all view what it fetched."""
+"""Relaying peers: one consumer on a machine fetches from the owner, and all view what it fetched.
+No peers wait for each other in a circle.
+"""
 
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import OwnerGone, ShardMissing, TensorError
@@ -15,7 +19,7 @@ from rollmesh.tensors.fetch_buffer import FetchBuffer
 from rollmesh.tensors.handles import Content, RTensor
 from rollmesh.tensors.peers import Peers
 from rollmesh.tensors.receive_buffer import ReceiveBuffer
-from rollmesh.tensors.relay import TensorRelay
+from rollmesh.tensors.relay import PeerIndex, TensorRelay
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 from tests.unit.tensors.owners import (
@@ -86,7 +90,9 @@ def data_of(contents: list[Content]) -> list[bytes]:
 EXPECTED = [bytes(content_of(seed, size).data) for seed, size in enumerate(SIZES)]
 
 
-def test_what_all_want_at_once_comes_to_the_machine_once(owner: Owned, ranks: list[Rank]) -> None:
+def test_shards_that_all_consumers_want_cross_the_network_once(
+    owner: Owned, ranks: list[Rank]
+) -> None:
     handles = owner.put(SIZES)
     together = threading.Barrier(len(ranks))
     fetched: dict[int, list[Content]] = {}
@@ -114,7 +120,7 @@ def test_no_consumer_is_sent_to_a_peer_that_lends_nothing(owner: Owned, ranks: l
         assert data_of(lone.fetch(owner.address, handles)) == EXPECTED
 
 
-def test_what_a_neighbour_looks_at_stays_when_its_carrier_drops_it(
+def test_views_of_relayed_shards_stay_valid_when_the_relaying_peer_drops_them(
     owner: Owned, ranks: list[Rank]
 ) -> None:
     carrier, other = ranks[:2]
@@ -129,7 +135,7 @@ def test_what_a_neighbour_looks_at_stays_when_its_carrier_drops_it(
     assert data_of(contents) == expected
 
 
-def test_memory_is_used_again_when_the_neighbours_have_looked(
+def test_memory_is_reused_when_the_views_of_other_peers_are_gone(
     owner: Owned, ranks: list[Rank]
 ) -> None:
     carrier, other = ranks[:2]
@@ -143,7 +149,7 @@ def test_memory_is_used_again_when_the_neighbours_have_looked(
         other.peers.settle()
 
 
-def test_a_freed_shard_is_missing_also_where_a_neighbour_has_it(
+def test_a_freed_shard_is_missing_even_if_a_peer_has_a_copy(
     owner: Owned, ranks: list[Rank]
 ) -> None:
     handles = owner.put(SIZES)
@@ -154,7 +160,7 @@ def test_a_freed_shard_is_missing_also_where_a_neighbour_has_it(
     assert (caught.value.owner, caught.value.reason) == (owner.address, "cleared")
 
 
-def test_without_its_carrier_a_machine_finds_another(owner: Owned, ranks: list[Rank]) -> None:
+def test_if_the_relaying_peer_closes_another_takes_over(owner: Owned, ranks: list[Rank]) -> None:
     ranks[0].close()
     contents = [rank.fetch(handles) for handles in [owner.put(SIZES)] for rank in ranks[1:]]
     assert [data_of(each) for each in contents] == [EXPECTED] * 3
@@ -162,14 +168,14 @@ def test_without_its_carrier_a_machine_finds_another(owner: Owned, ranks: list[R
     assert received == [True, False, False]
 
 
-def test_a_carrier_that_does_not_answer_is_passed_over(owner: Owned, ranks: list[Rank]) -> None:
+def test_a_relaying_peer_that_does_not_answer_is_bypassed(owner: Owned, ranks: list[Rank]) -> None:
     ranks[0].server.stop()  # and stays connected to the owner
     contents = ranks[1].fetch(owner.put(SIZES))
     assert data_of(contents) == EXPECTED
     assert ranks[1].has_received(contents)
 
 
-def test_what_a_carrier_cannot_lend_comes_from_the_owner(owner: Owned) -> None:
+def test_shards_that_a_relaying_peer_cannot_lend_come_from_the_owner(owner: Owned) -> None:
     with ExitStack() as stack:
         ranks = [Rank(is_shared=False) for _ in range(2)]
         for rank in ranks:
@@ -179,7 +185,7 @@ def test_what_a_carrier_cannot_lend_comes_from_the_owner(owner: Owned) -> None:
         assert [data_of(rank.fetch(handles)) for rank in ranks] == [EXPECTED] * 2
 
 
-def test_an_owner_that_went_is_gone_for_all(owner: Owned, ranks: list[Rank]) -> None:
+def test_a_stopped_owner_is_gone_for_all_consumers(owner: Owned, ranks: list[Rank]) -> None:
     handles = owner.put(SIZES)
     owner.server.stop()
     for rank in ranks:
@@ -188,7 +194,7 @@ def test_an_owner_that_went_is_gone_for_all(owner: Owned, ranks: list[Rank]) -> 
         assert caught.value.owner == owner.address
 
 
-def test_a_guest_returns_what_it_was_lent_and_no_more(owner: Owned, ranks: list[Rank]) -> None:
+def test_a_peer_returns_only_the_shards_that_it_was_lent(owner: Owned, ranks: list[Rank]) -> None:
     rank = ranks[0]
     relay = TensorRelay(rank.buffer, rank.peers)
     handles = owner.put([LANDING_BYTES // 4, LANDING_BYTES // 4])
@@ -217,7 +223,7 @@ def test_private_memory_is_not_lent(owner: Owned) -> None:
     rank.close()
 
 
-def test_nothing_is_left_open(owner: Owned) -> None:
+def test_no_descriptor_or_thread_is_left_open(owner: Owned) -> None:
     rank = Rank()
     rank.close()
     del rank
@@ -232,10 +238,56 @@ def test_nothing_is_left_open(owner: Owned) -> None:
     soon(lambda: is_closed_since(before))  # the owner, which lives on, has to hear of it
 
 
-def test_a_relay_refuses_to_fetch_from_an_impossible_owner(ranks: list[Rank]) -> None:
+def test_a_relay_refuses_to_fetch_from_an_invalid_owner(ranks: list[Rank]) -> None:
     connection = connect(ranks[0].address, None, ReceiveBuffer(), "", lambda: None)
     for address, message in (("nowhere", "tcp://host:port"), ("tcp://10.1.2.3:4", "need keys")):
         with pytest.raises(TensorError, match=f"refused: {address}: .*{message}"):
             connection.fetch_carried(handles_of(address, [5]))
     assert connection.state is ConnectionState.READY
     connection.retire()
+
+
+def test_the_smallest_address_fetches_for_the_others() -> None:
+    neighbours = PeerIndex()
+    for address in "cab":
+        neighbours.add("here", address)
+    assert [neighbours.preferred("here", each) for each in "abc"] == ["", "a", "a"]
+
+
+def test_a_peer_that_lends_nothing_is_sent_to_one_that_does() -> None:
+    neighbours = PeerIndex()
+    assert neighbours.preferred("here", "") == ""
+    neighbours.add("here", "b")
+    assert neighbours.preferred("here", "") == "b"
+
+
+def test_peers_of_another_machine_are_not_preferred() -> None:
+    neighbours = PeerIndex()
+    neighbours.add("addresses", "a")
+    assert neighbours.preferred("here", "b") == ""
+
+
+def test_a_peer_that_has_left_is_not_preferred() -> None:
+    neighbours = PeerIndex()
+    neighbours.add("here", "a")
+    neighbours.add("here", "a")  # connected anew before the old end was noticed
+    neighbours.remove("here", "a")
+    assert neighbours.preferred("here", "b") == "a"
+    neighbours.remove("here", "a")
+    assert neighbours.preferred("here", "b") == ""
+
+
+@hypothesis.given(st.lists(st.tuples(st.sampled_from("ab"), st.text("xyz", min_size=1))))
+def test_no_peer_is_sent_to_one_that_may_wait_for_it(
+    turns: list[tuple[str, str]],
+) -> None:
+    neighbours, addresses = PeerIndex(), set[tuple[str, str]]()
+    for memory, address in turns:
+        if (memory, address) in addresses:
+            neighbours.remove(memory, address)
+        else:
+            neighbours.add(memory, address)
+        addresses ^= {(memory, address)}
+        for each in addresses:
+            asked = neighbours.preferred(*each)
+            assert not asked or (asked < each[1] and (each[0], asked) in addresses)

@@ -45,7 +45,9 @@ def is_empty(store: OwnerStore, arena: Arena) -> bool:
     return (stats.num_tensors, stats.retained_bytes, arena.held_bytes) == (0, 0, 0)
 
 
-def test_what_was_written_there_is_what_is_read_and_what_peers_see(store: OwnerStore) -> None:
+def test_bytes_written_to_a_reservation_are_read_by_the_owner_and_by_peers(
+    store: OwnerStore,
+) -> None:
     with store.reserve([ShardSpec("float32", (2, 3), 24), *kinds(0, 100)]) as reserved:
         for number, memory in enumerate(reserved.memory):
             memory[:] = number + 1
@@ -63,16 +65,14 @@ def test_what_was_written_there_is_what_is_read_and_what_peers_see(store: OwnerS
     assert (AttachedSegment(place.path).view(place.offset, place.num_bytes) == 3).all()
 
 
-def test_nothing_is_copied_on_the_way_to_be_a_shard(store: OwnerStore) -> None:
+def test_a_reservation_becomes_shards_without_a_copy(store: OwnerStore) -> None:
     with store.reserve(kinds(100, 100)) as reserved:
         written = [memory.ctypes.data for memory in reserved.memory]
         handles = reserved.commit()
     assert [store.read(each.shard_id).data.ctypes.data for each in handles] == written
 
 
-def test_memory_being_written_is_held_and_belongs_to_no_shard(
-    store: OwnerStore, arena: Arena
-) -> None:
+def test_reserved_memory_is_held_and_belongs_to_no_shard(store: OwnerStore, arena: Arena) -> None:
     with store.reserve(kinds(PAGE_BYTES)) as reserved:
         assert (store.stats().num_tensors, arena.held_bytes) == (0, PAGE_BYTES)
         reserved.commit()
@@ -92,7 +92,7 @@ def test_a_failed_write_leaves_nothing(store: OwnerStore, arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("is_committed", [True, False])
-def test_what_is_over_is_neither_written_to_nor_committed_again(
+def test_an_ended_reservation_is_neither_written_nor_committed_again(
     store: OwnerStore, is_committed: bool
 ) -> None:
     with store.reserve(kinds(100)) as reserved:
@@ -105,7 +105,7 @@ def test_what_is_over_is_neither_written_to_nor_committed_again(
     assert store.stats().num_tensors == is_committed
 
 
-def test_of_a_step_that_has_ended_nothing_is_committed(store: OwnerStore, arena: Arena) -> None:
+def test_nothing_is_committed_to_an_ended_step(store: OwnerStore, arena: Arena) -> None:
     store.end_step(4)
     with (
         pytest.raises(TensorError, match="step 4 has ended"),
@@ -135,7 +135,7 @@ def interrupt() -> None:
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
-def test_what_ends_a_commit_in_its_middle_leaves_nothing(
+def test_a_commit_that_is_interrupted_leaves_nothing(
     store: OwnerStore, arena: Arena, is_interrupted: bool
 ) -> None:
     happen = interrupt if is_interrupted else partial(store.end_step, 4)
@@ -146,7 +146,7 @@ def test_what_ends_a_commit_in_its_middle_leaves_nothing(
     assert is_empty(store, arena)
 
 
-def test_what_does_not_fit_is_not_reserved(store: OwnerStore, arena: Arena) -> None:
+def test_a_reservation_that_does_not_fit_is_refused(store: OwnerStore, arena: Arena) -> None:
     with pytest.raises(StoreFull):
         store.reserve(kinds(MAX_BYTES // 2, MAX_BYTES))
     assert is_empty(store, arena)
@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_not_reserved(store: OwnerStore, arena: Arena) -> N
     store.put([Content("uint8", (1,), np.zeros(1, np.uint8))])
 
 
-def test_without_shared_memory_it_is_the_same(tmp_path: Path) -> None:
+def test_reservations_work_without_shared_memory(tmp_path: Path) -> None:
     store = OwnerStore(
         StoreSettings(max_bytes=MAX_BYTES), FakeClock(), Arena(MAX_BYTES, tmp_path / "absent")
     )
@@ -175,7 +175,7 @@ def test_without_shared_memory_it_is_the_same(tmp_path: Path) -> None:
         max_size=12,
     )
 )
-def test_whatever_becomes_of_what_was_reserved_memory_is_of_what_is_held(
+def test_random_reservations_leave_only_held_memory_in_use(
     turns: list[tuple[list[int], str]],
 ) -> None:
     arena = Arena(MAX_BYTES)

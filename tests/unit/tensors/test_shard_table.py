@@ -40,14 +40,14 @@ def expired(table: ShardTable, now_s: float, limit: int = 1000) -> list[int]:
     return drained(table.expire(now_s, limit) for _ in iter(int, 1))
 
 
-def test_ids_are_the_incarnation_and_then_a_number(table: ShardTable) -> None:
+def test_an_id_is_the_incarnation_and_a_number(table: ShardTable) -> None:
     assert list(table.put([10, 0], UNTAGGED, 0)) == [7 << 32, 7 << 32 | 1]
     assert list(table.put([5], 3, 0)) == [7 << 32 | 2]
     assert (table.num_tensors, table.total_bytes) == (3, 15)
     assert table.bytes_by_step == {UNTAGGED: 10, 3: 5}
 
 
-def test_a_step_takes_along_all_that_came_before_it(table: ShardTable) -> None:
+def test_the_end_of_a_step_frees_its_shards_and_those_of_earlier_steps(table: ShardTable) -> None:
     (early,), (late,) = table.put([1], 3, 0), table.put([2], 5, 0)
     (untagged,) = table.put([4], UNTAGGED, 0)
     table.end_step(4)
@@ -60,7 +60,7 @@ def test_a_step_takes_along_all_that_came_before_it(table: ShardTable) -> None:
     assert table.bytes_by_step == {5: 2, UNTAGGED: 4}
 
 
-def test_what_a_later_step_took_too_outlives_the_earlier(table: ShardTable) -> None:
+def test_a_shard_that_a_later_step_took_survives_the_earlier(table: ShardTable) -> None:
     (shard_id,) = table.put([8], UNTAGGED, 0)
     for step in (2, 5, 3):
         assert table.take([shard_id, shard_id], step) == []
@@ -85,7 +85,7 @@ def test_a_step_that_has_ended_takes_and_puts_nothing(table: ShardTable) -> None
     assert (table.num_tensors, table.ended_step) == (1, 4)
 
 
-def test_take_says_which_are_not_there_and_has_the_others(table: ShardTable) -> None:
+def test_take_returns_the_missing_ids_and_takes_the_others(table: ShardTable) -> None:
     there, gone, ended = table.put([1, 2, 4], UNTAGGED, 0)
     table.clear([gone])
     table.take([ended], 1)
@@ -94,7 +94,7 @@ def test_take_says_which_are_not_there_and_has_the_others(table: ShardTable) -> 
     assert table.bytes_by_step == {3: 1, 1: 4}
 
 
-def test_each_absence_has_its_reason(table: ShardTable) -> None:
+def test_each_missing_shard_has_its_reason(table: ShardTable) -> None:
     cleared, leased, ended = table.put([1, 1, 1], UNTAGGED, 0)
     table.clear([cleared])
     table.take([ended], 1)
@@ -119,13 +119,13 @@ def test_a_lease_runs_from_the_put_and_from_each_renewal(table: ShardTable) -> N
     assert expired(table, 299.8) == [third]
 
 
-def test_without_end_a_lease_never_runs_out() -> None:
+def test_an_infinite_lease_never_expires() -> None:
     table = ShardTable(MINE, math.inf)
     table.put([1], UNTAGGED, 0)
     assert expired(table, 1e12) == []
 
 
-def test_runs_that_expired_are_remembered_within_bounds(table: ShardTable) -> None:
+def test_expired_runs_are_remembered_within_bounds(table: ShardTable) -> None:
     ids = table.put([1] * 3000, UNTAGGED, 0)
     table.clear(ids[1::2])
     assert expired(table, LEASE_S) == list(ids[::2])
@@ -147,7 +147,7 @@ def test_nothing_is_freed_beyond_the_limit(table: ShardTable) -> None:
     assert {table.missing_reason(each) for each in [*ids, *others]} == {"cleared", "expired"}
 
 
-def test_an_owner_that_gave_out_all_its_ids_says_so(table: ShardTable) -> None:
+def test_an_owner_without_ids_left_asks_for_a_restart(table: ShardTable) -> None:
     class Endless(list[int]):
         def __len__(self) -> int:
             return 2**32 + 1

@@ -1,11 +1,13 @@
-"""A store returns what was put, frees it when due, and waits for the last view."""
+"""A store returns what was put, frees it when due, and waits for the last view and for the peers
+that have pinned it.
+"""
 
 import random
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from rollmesh.core.errors import ShardMissing, StoreFull, TensorError
 from rollmesh.tensors.arena import PAGE_BYTES, Arena
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
+from rollmesh.tensors.segment import AttachedSegment
 from rollmesh.tensors.store import CHUNK, OwnerStore, StorageStats, StoreSettings
 from rollmesh.testing.clock import FakeClock
 
@@ -63,7 +66,7 @@ def reason(store: OwnerStore, shard_id: int) -> str:
     return raised.value.reason
 
 
-def test_what_was_put_is_read_as_it_was(store: OwnerStore) -> None:
+def test_stored_contents_are_read_unchanged(store: OwnerStore) -> None:
     data = np.arange(24, dtype=np.uint8)
     contents = [Content("float32", (2, 3), data), content(1, 0), Content("int8", (), data[:1])]
     handles = store.put(contents, 3)
@@ -93,7 +96,7 @@ def test_a_put_is_a_copy(store: OwnerStore) -> None:
     assert (store.read(handle.shard_id).data == 1).all()
 
 
-def test_what_a_step_took_goes_with_it_and_the_rest_stays(store: OwnerStore) -> None:
+def test_shards_of_a_step_are_freed_with_it_and_others_stay(store: OwnerStore) -> None:
     early, late, never = (put(store, number) for number in range(3))
     store.take([early], 1)
     store.take([late], 2)
@@ -105,14 +108,14 @@ def test_what_a_step_took_goes_with_it_and_the_rest_stays(store: OwnerStore) -> 
     assert store.stats().bytes_by_step == {}
 
 
-def test_a_step_that_has_ended_leaves_nothing_behind(store: OwnerStore, arena: Arena) -> None:
+def test_a_put_for_an_ended_step_stores_nothing(store: OwnerStore, arena: Arena) -> None:
     store.end_step(4)
     with pytest.raises(TensorError, match="step 4 has ended"):
         store.put([content(number) for number in range(600)], 4)
     assert (store.stats().num_tensors, arena.held_bytes) == (0, 0)
 
 
-def test_take_has_all_that_are_there_and_names_the_first_that_is_not(store: OwnerStore) -> None:
+def test_take_takes_existing_shards_and_names_the_first_missing_one(store: OwnerStore) -> None:
     there, gone, also_there = (put(store, number) for number in range(3))
     store.clear([gone])
     with pytest.raises(ShardMissing, match="cleared") as raised:
@@ -121,7 +124,7 @@ def test_take_has_all_that_are_there_and_names_the_first_that_is_not(store: Owne
     assert store.stats().bytes_by_step == {1: 200}
 
 
-def test_each_absence_has_its_reason(store: OwnerStore, clock: FakeClock) -> None:
+def test_each_missing_shard_has_its_reason(store: OwnerStore, clock: FakeClock) -> None:
     cleared, leased = put(store, 1), put(store, 2)
     store.clear([cleared])
     clock.advance(100)
@@ -130,7 +133,7 @@ def test_each_absence_has_its_reason(store: OwnerStore, clock: FakeClock) -> Non
     assert reasons == ["cleared", "expired", "never_seen", "owner_restarted"]
 
 
-def test_what_is_renewed_does_not_expire(store: OwnerStore, clock: FakeClock) -> None:
+def test_a_renewed_lease_does_not_expire(store: OwnerStore, clock: FakeClock) -> None:
     put(store, 1)
     clock.advance(60)
     store.renew()
@@ -166,14 +169,14 @@ def test_a_view_that_ends_before_its_shard_frees_nothing(store: OwnerStore) -> N
         assert store.stats() == StorageStats(1, 100, 0, {UNTAGGED: 100}, store.stats().backed_bytes)
 
 
-def test_a_store_makes_its_own_arena_and_ends_it(clock: FakeClock) -> None:
+def test_a_store_creates_its_arena_and_closes_it(clock: FakeClock) -> None:
     store = OwnerStore(SETTINGS, clock)
     (place,) = store.pins.places([put(store, 1)], "guest")
     store.close()
     assert not Path(place.path).exists()
 
 
-def test_while_many_are_cleared_others_get_in_between(store: OwnerStore) -> None:
+def test_other_calls_run_while_many_shards_are_cleared(store: OwnerStore) -> None:
     seen: list[int] = []
 
     class Watched(list[int]):
@@ -188,7 +191,7 @@ def test_while_many_are_cleared_others_get_in_between(store: OwnerStore) -> None
     assert seen == list(range(1000, 0, -CHUNK))
 
 
-def test_a_stretch_of_many_costs_less_than_a_millisecond() -> None:
+def test_a_chunk_of_a_large_clear_takes_less_than_a_millisecond() -> None:
     store = OwnerStore(StoreSettings(max_bytes=MANY * 64), FakeClock())
     ids = [each.shard_id for each in store.put([content(1, 8)] * MANY)]
     random.Random(1).shuffle(ids)
@@ -250,7 +253,7 @@ class Crowd:
 
 @hypothesis.settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @hypothesis.given(seeds=st.lists(st.integers(1, 999), min_size=4, max_size=4, unique=True))
-def test_threads_that_crowd_one_store_see_whole_shards_and_leave_nothing(seeds: list[int]) -> None:
+def test_concurrent_threads_see_whole_shards_and_leave_nothing(seeds: list[int]) -> None:
     arena = Arena(MAX_BYTES)
     store = OwnerStore(SETTINGS, FakeClock(), arena)
     crowd = Crowd(store)
@@ -272,3 +275,92 @@ def test_threads_that_crowd_one_store_see_whole_shards_and_leave_nothing(seeds: 
     assert arena.held_bytes == 0
     assert arena.backed_bytes <= MAX_BYTES
     arena.close()
+
+
+def test_lent_places_show_the_stored_bytes_and_are_pinned(store: OwnerStore) -> None:
+    ids = [put(store, number) for number in range(3)]
+    places = store.pins.places(ids, "guest")
+    for number, place in enumerate(places):
+        assert place.path.startswith(store.folder)
+        assert (AttachedSegment(place.path).view(place.offset, place.num_bytes) == number).all()
+    store.clear(ids)
+    assert store.stats().retained_bytes == 300
+    store.pins.unpin(ids[:2], "guest")
+    assert store.stats().retained_bytes == 100
+    store.pins.drop_peer("guest")
+    assert store.stats().retained_bytes == 0
+
+
+def test_windows_hold_the_bytes_in_order_and_are_pinned(store: OwnerStore) -> None:
+    ids = [put(store, number, num_bytes) for number, num_bytes in enumerate([64, 64, 10, 64])]
+    order = [ids[0], ids[1], ids[3], ids[2], ids[0]]
+    sizes, windows = store.pins.windows(order, "peer")
+    assert sizes == [64, 64, 64, 10, 64]
+    assert b"".join(windows) == b"".join(bytes(store.read(each).data) for each in order)
+    assert windows[0].nbytes == 128
+    assert windows[0].readonly
+    store.clear(ids)
+    assert store.stats().retained_bytes == 202
+    store.pins.unpin(order, "peer")
+    assert store.stats().retained_bytes == 0
+    with pytest.raises(ShardMissing):
+        store.pins.windows(ids, "peer")
+
+
+def test_pins_are_released_one_by_one(store: OwnerStore) -> None:
+    shard_id = put(store, 1)
+    store.pins.places([shard_id, shard_id], "one")
+    store.pins.places([shard_id], "two")
+    seen = [store.read(shard_id)]
+    store.clear([shard_id])
+    ends: list[Callable[[], None]] = [
+        seen.clear,
+        lambda: store.pins.unpin([shard_id], "one"),
+        lambda: store.pins.unpin([shard_id, shard_id, shard_id], "one"),
+        lambda: store.pins.drop_peer("two"),
+    ]
+    for end in ends:
+        assert store.stats().retained_bytes == 100
+        end()
+    assert store.stats().retained_bytes == 0
+
+
+def test_an_unpinned_shard_is_freed_once(store: OwnerStore) -> None:
+    shard_id = put(store, 1, PAGE_BYTES)
+    seen = store.read(shard_id)
+    store.pins.places([shard_id], "guest")
+    store.clear([shard_id])
+    del seen  # which is noted, and looked at later
+    store.pins.unpin([shard_id], "guest")
+    assert store.stats().retained_bytes == 0
+    ids = [put(store, number, PAGE_BYTES) for number in range(64)]
+    assert [int(store.read(each).data[0]) for each in ids] == [*range(64)]
+
+
+def test_a_peer_releases_only_its_own_pins(store: OwnerStore) -> None:
+    shard_id = put(store, 1)
+    store.pins.places([shard_id], "one")
+    store.pins.unpin([shard_id], "two")
+    store.pins.drop_peer("three")
+    store.pins.unpin([shard_id + 1, 5], "one")
+    store.clear([shard_id])
+    assert store.stats().retained_bytes == 100
+
+
+def test_if_one_shard_is_missing_none_is_pinned(store: OwnerStore) -> None:
+    ids = [put(store, number % 256, 8) for number in range(600)]
+    store.clear([ids[550]])
+    with pytest.raises(ShardMissing) as raised:
+        store.pins.places(ids, "guest")
+    assert raised.value.shard_id == ids[550]
+    store.clear(ids)
+    assert store.stats().retained_bytes == 0
+
+
+def test_private_memory_is_not_lent(tmp_path: Path) -> None:
+    store = OwnerStore(SETTINGS, FakeClock(), Arena(SETTINGS.max_bytes, tmp_path / "absent"))
+    shard_id = put(store, 1)
+    assert store.folder == ""
+    with pytest.raises(TensorError, match="private memory"):
+        store.pins.places([shard_id], "guest")
+    assert (store.read(shard_id).data == 1).all()

@@ -60,7 +60,7 @@ def local(tensor: torch.Tensor) -> Any:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0,), (4, 0, 2), (1, 1, 1, 1, 7)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_and_shape_goes_through_bit_by_bit(
+def test_every_dtype_and_shape_is_copied_bit_by_bit(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     tensor = of_random_bits(dtype, *shape)
@@ -120,13 +120,13 @@ def views(draw: st.DrawFn) -> torch.Tensor:
 
 
 @given(views())
-def test_a_tensor_of_any_strides_is_stored_as_it_is_seen(tensor: torch.Tensor) -> None:
+def test_a_tensor_of_any_strides_is_stored_in_its_logical_order(tensor: torch.Tensor) -> None:
     content = to_content(tensor)
     assert content.data.nbytes == tensor.numel() * tensor.itemsize
     assert torch.equal(to_tensor(content), tensor)
 
 
-def test_one_piece_of_memory_is_not_copied() -> None:
+def test_contiguous_memory_is_not_copied() -> None:
     tensor = torch.arange(8)
     assert to_content(tensor).data.ctypes.data == tensor.data_ptr()
     assert not to_content(tensor).data.flags.writeable
@@ -154,7 +154,7 @@ def test_a_tensor_of_a_device_is_brought_to_the_host() -> None:
     ],
     ids=["sparse", "meta", "quantized", "nested"],
 )
-def test_what_has_no_bytes_of_its_own_is_refused_in_one_line(
+def test_a_tensor_without_bytes_of_its_own_is_refused_in_one_line(
     make: Callable[[], torch.Tensor],
 ) -> None:
     with pytest.raises(TensorError, match="cannot be stored") as caught:
@@ -173,7 +173,7 @@ def test_what_has_no_bytes_of_its_own_is_refused_in_one_line(
         ("Tensor", (1,), 1),
     ],
 )
-def test_bytes_that_do_not_fit_are_no_tensor(
+def test_bytes_of_a_wrong_size_are_no_tensor(
     dtype: str, shape: tuple[int, ...], num_bytes: int
 ) -> None:
     with pytest.raises(TensorError):
@@ -318,13 +318,13 @@ def test_new_memory_is_a_plain_tensor(make: Callable[[Any], Any]) -> None:
     assert torch.equal(x, given)
 
 
-def test_a_deep_copy_still_wants_its_gradient() -> None:
+def test_a_deep_copy_still_requires_its_gradient() -> None:
     assert copy.deepcopy(local(torch.ones(2)).requires_grad_()).requires_grad
     assert not copy.deepcopy(local(torch.ones(2))).requires_grad
 
 
 @pytest.mark.parametrize("convert", [lambda x: x.to_sparse(), lambda x: x.to("meta")])
-def test_what_has_no_memory_to_compare_is_a_plain_tensor(convert: Callable[[Any], object]) -> None:
+def test_a_result_without_memory_is_a_plain_tensor(convert: Callable[[Any], object]) -> None:
     assert type(convert(local(torch.eye(3)))) is torch.Tensor
 
 
@@ -336,17 +336,17 @@ class Foreign(torch.Tensor):
         return "theirs"
 
 
-def test_another_class_of_tensors_has_its_say() -> None:
+def test_another_tensor_class_may_handle_the_operation() -> None:
     assert local(torch.ones(2)) + torch.ones(2).as_subclass(Foreign) == "theirs"
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-def test_a_copy_takes_only_what_it_sees() -> None:
+def test_a_copy_of_a_view_takes_only_its_own_bytes() -> None:
     row = local(torch.zeros(1000, 4))[0]
     assert row.__reduce_ex__(4)[1][0].nbytes() == 16
 
 
-def test_results_keep_their_form() -> None:
+def test_results_keep_their_types() -> None:
     x = local(torch.arange(12, dtype=torch.float32).view(3, 4))
     largest = x.max(dim=1)
     assert largest.indices.tolist() == [3, 3, 3]
@@ -356,7 +356,7 @@ def test_results_keep_their_form() -> None:
     assert repr(x[0]) == "ReadOnlyTensor([0., 1., 2., 3.])"
 
 
-def test_making_one_logs_no_warning() -> None:
+def test_creating_a_shared_tensor_logs_no_warning() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         local(torch.ones(2)).numpy()
