@@ -1,4 +1,4 @@
-"""One model folder and its prompts, shared by all tests of the room."""
+"""One model folder and its prompts, shared by all tests of the runtime."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,5 +45,5 @@ def template_prompts(model_folder: Path, tokenizer: Tokenizer) -> Prompts:
 
 @pytest.fixture
 def say(tokenizer: Tokenizer) -> Callable[[str], Sequence[int]]:
-    """Token ids of a finished turn."""
+    """Return the token ids of a finished turn with this text."""
     return lambda text: tokenizer.encode(text + "<|im_end|>")

@@ -10,7 +10,7 @@ from rollmesh.runtime.session_log import AnyEvent, ImageShown, Text
 
 
 class ListEventWriter:
-    """Implements EventWriter."""
+    """An event writer that keeps encoded events in memory."""
 
     def __init__(self) -> None:
         self.records: list[bytes] = []
@@ -57,7 +57,7 @@ class ListEventWriter:
         self._owed.clear()
 
     def events(self) -> list[AnyEvent]:
-        """The events that another process would read."""
+        """Return the events that another process would read."""
         kind: type[AnyEvent] = AnyEvent  # type: ignore[assignment]
         return [msgspec.msgpack.decode(raw, type=kind) for raw in self.records]
 
@@ -65,7 +65,7 @@ class ListEventWriter:
         return self.texts[number]
 
     def next_process(self) -> "ListEventWriter":
-        """The writer of the next process; queued events are lost."""
+        """Return the writer of the next process; queued events are lost."""
         other = ListEventWriter()
         other.records, other.texts = list(self.records), list(self.texts)
         return other

@@ -1,6 +1,6 @@
-"""One generation machine with a test's clock and events, and the actions of the last step.
+"""A generation machine with a clock and events of the test, and the actions of its last step.
 
-Time moves only when the test moves it.
+Time advances only when the test advances it.
 """
 
 from rollmesh.core.types import SamplingParams
@@ -58,12 +58,12 @@ class Bench:
         logprobs = [-float(token) for token in token_ids]
         return self.step(AttemptSampled(attempt, token_ids, logprobs, policy_version, finish))
 
-    def said(self, kind: type[Action]) -> list[Action]:
+    def actions_of(self, kind: type[Action]) -> list[Action]:
         return [action for action in self.actions if isinstance(action, kind)]
 
 
 def running(**params: object) -> Bench:
-    """A machine with one reader and the open attempt 0."""
+    """Return a machine with one reader and the open attempt 0."""
     bench = Bench(**params)  # type: ignore[arg-type]
     assert bench.step(Ticked()) == [ChooseEngine(0)]
     bench.step(ReaderJoined())

@@ -1,7 +1,7 @@
-"""Engines, readers and a fleet that behave at random around one generation machine.
+"""Engines, readers and a fleet that behave randomly around one generation machine.
 
 Every token that an engine samples is derived from its context and weights, so a turn can be
-verified by itself.
+verified without a record.
 """
 
 import random
@@ -38,7 +38,7 @@ ABORT = Finish("abort")
 
 
 class World:
-    """One machine among engines that pause, die, lose aborts and answer late."""
+    """A generation machine among engines that pause, die, lose aborts and answer late."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -59,7 +59,7 @@ class World:
         """Running attempts at engines: the context of each."""
         self.aborted: set[int] = set()
         self.is_queued = False
-        """Whether the machine waits for a place at the engine."""
+        """Whether the machine waits for capacity of the engine."""
         self.num_woken = 0
 
     def step(self, event: Event) -> None:
@@ -145,7 +145,9 @@ class World:
         )
 
     def check_chain(self) -> None:
-        """Each token derives from the ones before it, under the version that it is stamped with."""
+        """Assert that each token derives from those before it, under the version that it is
+        labelled with.
+        """
         sampled = self.machine.sampled
         assert len(sampled.token_ids) == len(sampled.logprobs)
         context = list(self.request.prompt_ids)

@@ -1,4 +1,4 @@
-"""A message history with requests and answers, and made-up node numbers."""
+"""A message history with requests and answers, and invented node numbers."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ Message = dict[str, object]
 
 SYSTEM: Message = {"role": "system", "content": "rules"}
 USER: Message = {"role": "user", "content": "guess"}
-SAID: Message = {"role": "assistant", "content": "4"}
+ANSWER: Message = {"role": "assistant", "content": "4"}
 MORE: Message = {"role": "user", "content": "higher"}
 TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
 ROTATING = compile_rotating(["Today's date"])
@@ -23,7 +23,7 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def said(text: str) -> Message:
+def assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
@@ -32,11 +32,11 @@ def turn(*messages: Message, tools: bytes = b"") -> Turn:
 
 
 def array_turn(*messages: Message) -> Turn:
-    """A turn with its units in one array."""
+    """Return a turn with its units in one array."""
     return Turn(messages=[], messages_raw=msgspec.json.encode(messages))
 
 
-class Held:
+class StoredChat:
     """A history that stores requests and answers."""
 
     def __init__(self, rotating: Rotating = ROTATING) -> None:
@@ -57,7 +57,7 @@ class Held:
         self.num_nodes += 1
         return match, self.history.hold(match, self.num_nodes - 1)
 
-    def say(self, context: MessageNode, message: Message) -> MessageNode:
+    def answer(self, context: MessageNode, message: Message) -> MessageNode:
         self.num_nodes += 1
         read = read_message(msgspec.json.encode(message), 0)
         self.history.add_sampled(context, read, self.num_nodes - 1)
@@ -65,12 +65,12 @@ class Held:
         assert answer is not None
         return answer
 
-    def talk(self, *messages: Message, tools: bytes = b"") -> None:
+    def play(self, *messages: Message, tools: bytes = b"") -> None:
         """Request up to each assistant message, and add that message as the answer."""
         for n, message in enumerate(messages):
             if message["role"] == "assistant":
                 _, context = self.ask(turn(*messages[:n], tools=tools))
-                self.say(context, message)
+                self.answer(context, message)
 
     def texts(self, message_node: MessageNode) -> Sequence[str]:
         return [self.history.read(each).text() for each in message_node.line()]

@@ -1,7 +1,7 @@
-"""Agents that send random chats to one session, and the text that each engine prompt must have.
+"""Agents that send random chats to one session, and the expected text of each engine prompt.
 
 Histories are extended, rewound, edited and truncated; messages repeat, are empty, reuse call ids,
-and are strings or parts; replies are delivered, left, truncated, refused, or never fetched.
+and are strings or parts; replies are delivered, abandoned, truncated, refused, or never fetched.
 """
 
 import random
@@ -32,7 +32,7 @@ Talk = tuple[list[Message], bytes]
 
 
 class RandomAgent:
-    """One session; `step` makes one call."""
+    """An agent with one session; `step` makes one call."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class RandomAgent:
         self._talks: list[Talk] = [([], tools) for tools in TOOLS]
 
     async def step(self) -> None:
-        """Send a request, and sample an answer or not."""
-        messages, tools = self._next_talk()
+        """Send a request, and sample an answer for it or none."""
+        messages, tools = self._next_chat()
         num_before = len(self.sampler.requests)
         replies = await self.session.attach(self._turn(messages, tools))
         for request in self.sampler.requests[num_before:]:
@@ -73,7 +73,7 @@ class RandomAgent:
             self.clock.advance(WINDOW_S + 1)
             self.sampler.tick()
 
-    def _next_talk(self) -> Talk:
+    def _next_chat(self) -> Talk:
         chance = self._chance
         known, tools = chance.choice(self._talks[-6:])
         messages, kind = list(known), chance.random()
@@ -116,7 +116,7 @@ class RandomAgent:
         )
 
     def _fresh(self, messages: list[Message], tools: bytes) -> str:
-        """The prompt of the messages without a session."""
+        """Return the prompt of the messages without a session."""
         raws = [msgspec.json.encode(message) for message in messages]
         chat = Chat(raws, [read_message(raw, 0) for raw in raws], tools)
         return self._tokenizer.decode(list(self._prompts.first(chat)))
@@ -151,7 +151,7 @@ class RandomAgent:
         self._talks.append(([*messages, self._echo(self._chance.choice(answers))], tools))
 
     def _echo(self, answer: ParsedReply) -> Message:
-        """An answer in one of the forms in which agents send it back."""
+        """Return an answer in one of the forms in which agents send it back."""
         echo: Message = {"role": "assistant", "content": answer.content}
         if answer.reasoning and self._chance.random() < 0.5:
             echo["reasoning_content"] = answer.reasoning
@@ -165,7 +165,7 @@ class RandomAgent:
 
 
 def flat(text: str) -> str:
-    """A prompt's text without spacing, reasoning and truncation marks."""
+    """Return a prompt's text without spacing, reasoning and truncation marks."""
     text = re.sub(r"<think>.*?</think>|\s", "", text, flags=re.DOTALL)
     return text.replace("<|im_end|><|im_start|>assistant", "")
 

@@ -50,7 +50,7 @@ class Bench:
             view=self.view,
             vocab_size=VOCAB_SIZE,
             report=self.faults.append,
-            new_matcher=lambda stops: StopStrings(stops, Words()),
+            new_matcher=lambda stops: StopStrings(stops, NumberVocabulary()),
         )
         self.sampler = Sampler(parts, settings, clock)
         self.push()
@@ -100,11 +100,11 @@ class Bench:
         return generation
 
     def num_running(self) -> int:
-        """Attempts that the sampler counts at all engines."""
+        """Number of attempts that the sampler counts at all engines."""
         return sum(self.view.num_requests(engine.url) for engine in self.engines)
 
 
-class Words:
+class NumberVocabulary:
     """A vocabulary in which token 12 is the text `<12>`."""
 
     def feed(self, token_ids: Sequence[int]) -> str:

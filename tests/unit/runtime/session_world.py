@@ -1,4 +1,4 @@
-"""A session, and what an exchange does with it, without HTTP."""
+"""A session, and the operations of an exchange on it without HTTP."""
 
 from collections.abc import Callable, Sequence
 
@@ -27,7 +27,7 @@ TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
 TO_THE_END = 1 << 62
 
 
-def said(content: str) -> Message:
+def assistant(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
@@ -37,7 +37,7 @@ def turn(*messages: Message, is_retry: bool = False, tools: bytes = b"") -> Turn
 
 
 def with_fields(asked: Turn, **fields: object) -> Turn:
-    """A changed request; it is the same request only if marked as a retry."""
+    """Return a changed request; it is the same request only if only marked as a retry."""
     same = fields.keys() == {"is_retry"}
     digest = asked.digest if same else hash((asked.digest, repr(fields)))
     return msgspec.structs.replace(asked, digest=digest, **fields)
@@ -68,7 +68,7 @@ def open_session(
 
 
 def restored_session(before: Session, event_writer: ListEventWriter) -> Session:
-    """The session as another process restores it, with the same event writer."""
+    """Return the session as another process restores it, with the same event writer."""
     deps = msgspec.structs.replace(before._deps, shared_prefixes=SharedPrefixes())  # noqa: SLF001 - another process has its own
     ask = msgspec.structs.replace(before._options, event_writer=event_writer)  # noqa: SLF001 - likewise
     redo = SessionReplay(ask.session_id, deps, event_writer.read)
@@ -78,13 +78,13 @@ def restored_session(before: Session, event_writer: ListEventWriter) -> Session:
 
 
 async def call(session: Session, asked: Turn) -> tuple[Reply, ParsedReply]:
-    """A turn of one choice, up to its last byte."""
+    """Run a turn of one choice up to its last byte."""
     ((reply, answer),) = await call_all(session, asked)
     return reply, answer
 
 
 async def call_all(session: Session, asked: Turn) -> list[tuple[Reply, ParsedReply]]:
-    """All choices of a turn, up to their last byte."""
+    """Run a turn up to the last byte of all its choices."""
     replies = await session.attach(asked)
     for reply in replies:
         reply.join()
@@ -102,7 +102,7 @@ async def call_all(session: Session, asked: Turn) -> list[tuple[Reply, ParsedRep
 
 
 def trained(session: Session) -> list[tuple[int, bool, str]]:
-    """(parent, superseded, finish reason) of the sampled rows; seals the session."""
+    """Return (parent, superseded, finish reason) of the sampled rows; seals the session."""
     session.seal("done")
     rows = [row for row in session.record().nodes if row.sampled]
     return [(row.parent, row.superseded, row.finish_reason) for row in rows]

@@ -42,7 +42,7 @@ def test_equal_contents_are_one_blob(store: BlobStore) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_it_is_as_a_dictionary_whatever_is_spilled_and_dropped(store: BlobStore, seed: int) -> None:
+def test_the_store_behaves_like_a_dictionary_with_any_spilling(store: BlobStore, seed: int) -> None:
     chance, held = random.Random(seed), dict[int, Blob]()
     sizes = {number: chance.randrange(1, 9000) for number in range(30)}
     for _ in range(1000):
@@ -75,7 +75,7 @@ def test_it_is_as_a_dictionary_whatever_is_spilled_and_dropped(store: BlobStore,
     del blob
 
 
-def test_the_coldest_go_first(store: BlobStore) -> None:
+def test_the_least_recently_used_blobs_are_spilled_first(store: BlobStore) -> None:
     blobs = [store.hold(content(number)) for number in range(5)]
     blobs[0].read()
     store.hold(content(2))
@@ -84,7 +84,7 @@ def test_the_coldest_go_first(store: BlobStore) -> None:
     assert store.spill_over() == 0
 
 
-def test_a_spilled_one_is_still_the_blob_of_its_content(store: BlobStore) -> None:
+def test_a_spilled_blob_is_still_found_by_its_content(store: BlobStore) -> None:
     store.settle(0, None)
     blob = store.hold(content(1))
     assert store.spill_over() == 6000
@@ -109,7 +109,7 @@ def test_another_content_of_the_same_hash_is_another_blob(store: BlobStore) -> N
     assert store.held_bytes() + store.spilled_bytes() == 18_000
 
 
-def test_the_disk_holds_no_more_than_what_lives(store: BlobStore, tmp_path: Path) -> None:
+def test_the_spill_file_is_no_larger_than_the_live_blobs(store: BlobStore, tmp_path: Path) -> None:
     store.settle(0, tmp_path)
     for wave in range(20):
         blobs = [store.hold(content(10 * wave + n)) for n in range(10)]
@@ -122,7 +122,7 @@ def test_the_disk_holds_no_more_than_what_lives(store: BlobStore, tmp_path: Path
     assert _open_files(tmp_path) == [0]
 
 
-def test_a_full_disk_is_said_once_and_nothing_is_lost(store: BlobStore) -> None:
+def test_a_full_disk_is_logged_once_and_nothing_is_lost(store: BlobStore) -> None:
     blobs = [store.hold(content(number)) for number in range(5)]
     with structlog.testing.capture_logs() as logs, full_disk(7000):
         for _ in range(3):
@@ -135,7 +135,7 @@ def test_a_full_disk_is_said_once_and_nothing_is_lost(store: BlobStore) -> None:
     assert store.held_bytes() <= 20_000
 
 
-def test_a_disk_that_stays_full_is_said_once_though_blobs_come_and_go(store: BlobStore) -> None:
+def test_a_disk_that_stays_full_is_logged_once_while_blobs_change(store: BlobStore) -> None:
     blobs = [store.hold(content(number)) for number in range(8)]
     with structlog.testing.capture_logs() as logs:
         with full_disk(7000):
@@ -151,15 +151,15 @@ def test_a_disk_that_stays_full_is_said_once_though_blobs_come_and_go(store: Blo
     assert [log["event"] for log in logs] == ["blobs.not_spilled"] * 2
 
 
-def test_a_folder_that_takes_no_file_is_told_at_once_in_a_line(tmp_path: Path) -> None:
+def test_an_unwritable_spill_folder_is_a_one_line_error_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in tmp_path / "missing", tmp_path / "file":
-        told = rf"^interception.spill_folder = {folder}: \w.*; name a folder in which"
-        with pytest.raises(ConfigError, match=told):
+        message = rf"^interception.spill_folder = {folder}: \w.*; name a folder in which"
+        with pytest.raises(ConfigError, match=message):
             BlobStore().settle(1000, folder)
 
 
-def test_what_the_disk_has_lost_is_an_error_and_is_held_anew_where_it_comes_again(
+def test_lost_contents_are_an_error_and_are_stored_again_when_they_recur(
     store: BlobStore, tmp_path: Path
 ) -> None:
     store.settle(0, tmp_path)
@@ -177,7 +177,7 @@ def test_what_the_disk_has_lost_is_an_error_and_is_held_anew_where_it_comes_agai
     assert (store.held_bytes(), store.spilled_bytes()) == (6000, 6000)
 
 
-def test_blobs_of_a_file_that_was_closed_free_nothing_in_the_next(
+def test_blobs_of_a_closed_file_free_nothing_in_the_next_one(
     store: BlobStore, tmp_path: Path
 ) -> None:
     store.settle(0, tmp_path)
@@ -193,7 +193,7 @@ def test_blobs_of_a_file_that_was_closed_free_nothing_in_the_next(
     assert [blob.read() for blob in blobs] == [content(2), content(3)]
 
 
-def test_threads_that_hold_read_and_drop_while_another_spills(store: BlobStore) -> None:
+def test_threads_can_use_blobs_while_another_thread_spills(store: BlobStore) -> None:
     contents = [content(number, 2000) for number in range(20)]
     store.settle(10_000, None)
     is_over = threading.Event()
@@ -225,7 +225,9 @@ def test_threads_that_hold_read_and_drop_while_another_spills(store: BlobStore) 
 
 
 def _open_files(folder: Path) -> list[int]:
-    """The sizes of the files in `folder` that this process has open, including unnamed ones."""
+    """Return the sizes of the files in `folder` that this process has open, including unnamed
+    ones.
+    """
     links = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
     return [
         link.stat().st_size
@@ -235,7 +237,7 @@ def _open_files(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_two_contents_share_a_page_and_the_file_ends_with_its_last_extent(
+def test_contents_share_no_page_and_the_file_ends_with_its_last_extent(
     seed: int, tmp_path: Path
 ) -> None:
     rng, file, taken = random.Random(seed), SpillFile(tmp_path), list[Extent]()
@@ -266,7 +268,7 @@ def test_free_pages_are_reused_before_the_file_grows(tmp_path: Path) -> None:
     file.close()
 
 
-def test_parts_are_read_and_the_file_shrinks_with_what_it_holds(tmp_path: Path) -> None:
+def test_parts_can_be_read_and_the_file_shrinks_with_its_contents(tmp_path: Path) -> None:
     file = SpillFile(tmp_path)
     one, two = file.write(b"a" * 10_000), file.write(b"bcd")
     assert file.read(one, 0, 1 << 40) == b"a" * 10_000
@@ -279,7 +281,7 @@ def test_parts_are_read_and_the_file_shrinks_with_what_it_holds(tmp_path: Path) 
     file.close()
 
 
-def test_a_full_disk_takes_nothing_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_stores_nothing_and_loses_nothing(tmp_path: Path) -> None:
     file = SpillFile(tmp_path)
     held = file.write(b"a" * PAGE_BYTES)
     with full_disk(2 * PAGE_BYTES), pytest.raises(OSError, match="File too large"):
@@ -290,7 +292,7 @@ def test_a_full_disk_takes_nothing_and_loses_nothing(tmp_path: Path) -> None:
     file.close()
 
 
-def test_bytes_that_the_disk_has_lost_are_an_error_not_silence(tmp_path: Path) -> None:
+def test_bytes_that_the_disk_has_lost_are_an_error(tmp_path: Path) -> None:
     file = SpillFile(tmp_path)
     held = file.write(b"a" * 10)
     os.ftruncate(file.fileno(), 5)
@@ -312,7 +314,7 @@ sys.stdin.read()
 """
 
 
-def test_nothing_is_seen_of_it_nor_left_when_its_process_is_killed(tmp_path: Path) -> None:
+def test_the_file_is_invisible_and_gone_when_its_process_is_killed(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", KILLED, str(tmp_path)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout

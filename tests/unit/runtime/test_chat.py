@@ -32,22 +32,22 @@ def call(arguments: object, name: str = "f", call_id: str = "c1") -> dict[str, o
     return {"id": call_id, "type": "function", "function": function}
 
 
-def test_parts_and_strings_mean_the_same() -> None:
+def test_parts_and_strings_have_the_same_meaning() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert meanings(role="user", content=parts) == meanings(role="user", content="ab")
 
 
-def test_refusal_part_of_an_assistant_is_text() -> None:
+def test_a_refusal_part_of_an_assistant_is_text() -> None:
     parts = [{"type": "refusal", "refusal": "no"}]
     assert meanings(role="assistant", content=parts) == meanings(role="assistant", content="no")
 
 
-def test_cache_markers_and_extra_keys_mean_nothing() -> None:
+def test_cache_markers_and_extra_keys_have_no_meaning() -> None:
     marked = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
     assert meanings(role="user", content=marked, extra=1) == meanings(role="user", content="a")
 
 
-def test_reserialised_arguments_mean_the_same() -> None:
+def test_reserialised_arguments_have_the_same_meaning() -> None:
     ours = meanings(role="assistant", content=None, tool_calls=[call('{"b": 1,   "a": [2]}')])
     theirs = meanings(role="assistant", content="", tool_calls=[call({"a": [2], "b": 1})])
     assert ours == theirs
@@ -63,7 +63,7 @@ def test_ids_match_before_arguments_and_arguments_before_text() -> None:
     assert not set(other) & set(ours)
 
 
-def test_assistant_text_is_known_without_reasoning_and_outer_space() -> None:
+def test_assistant_text_matches_without_reasoning_and_outer_space() -> None:
     plain = meanings(role="assistant", content="four")
     reasoned = meanings(role="assistant", content="\nfour ", reasoning_content="hm")
     assert reasoned[-1:] == plain
@@ -123,7 +123,7 @@ def shown(text: str, address: str) -> dict[str, object]:
     return {"role": "user", "content": [{"type": "text", "text": text}, image]}
 
 
-def test_an_image_is_known_by_its_content_and_no_text_model_takes_it() -> None:
+def test_an_image_is_identified_by_its_content_and_refused_by_text_models() -> None:
     pixel, other = "data:image/png;base64,aWo=", "data:image/png;base64,aWs="
     assert meanings(**shown("a", pixel)) == meanings(**shown("a", pixel))
     assert meanings(**shown("a", pixel)) != meanings(**shown("a", other))
@@ -135,7 +135,7 @@ def test_an_image_is_known_by_its_content_and_no_text_model_takes_it() -> None:
     assert (caught.value.status, caught.value.code) == (400, "unsupported_content")
 
 
-def test_a_held_message_shows_its_images_by_digest_alone() -> None:
+def test_a_stored_message_has_its_images_as_digests_only() -> None:
     image = hold_image("data:image/png;base64," + "aWlq" * 100)
     raw = msgspec.json.encode(shown("a", "data:image/png;base64," + "aWlq" * 100))
     message = read_message(raw, 0)
@@ -151,8 +151,8 @@ def test_a_client_cannot_name_an_image_that_it_did_not_send() -> None:
     assert message.images() == []
 
 
-def test_an_agents_own_calls_are_known_by_what_they_say_alone() -> None:
-    """Agents reuse call ids in every chat, with other messages before a call."""
+def test_an_agents_own_calls_are_matched_by_their_content_only() -> None:
+    """Agents reuse call ids in every chat, with different messages before a call."""
 
     def made(name: str, content: str = "", call_id: str = "call_0") -> ChatMessage:
         call = {"id": call_id, "function": {"name": name, "arguments": "{}"}}
@@ -165,7 +165,7 @@ def test_an_agents_own_calls_are_known_by_what_they_say_alone() -> None:
     assert not held.isdisjoint(made("f", "first", "call_1").meanings())
 
 
-def test_a_part_may_have_any_key_of_the_clients_own() -> None:
+def test_a_part_may_have_additional_keys() -> None:
     for image in ("a.png", {"digest": "d"}, None):
         part = {"text": "x", "image": image, "rollmesh_image": None}
         message = read_message(msgspec.json.encode({"role": "user", "content": [part]}), 0)
@@ -173,7 +173,7 @@ def test_a_part_may_have_any_key_of_the_clients_own() -> None:
         assert msgspec.json.decode(message.as_json())["content"] == [{"type": "text", "text": "x"}]
 
 
-def test_white_space_between_the_parts_of_a_system_text_is_a_difference() -> None:
+def test_white_space_between_parts_of_a_system_text_is_a_difference() -> None:
     rotating = compile_rotating(["Today: "])
 
     def known(*texts: str) -> list[int]:
@@ -186,12 +186,12 @@ def test_white_space_between_the_parts_of_a_system_text_is_a_difference() -> Non
 
 
 @pytest.mark.parametrize("pattern", ["(", "(?i)today", "x*", ""])
-def test_a_rotating_line_has_to_begin_with_something(pattern: str) -> None:
+def test_a_rotating_line_needs_a_nonempty_prefix(pattern: str) -> None:
     with pytest.raises(ConfigError, match=r"interception\.rotating_lines: "):
         compile_rotating(["Today: ", pattern])
 
 
-def test_rotating_lines_of_a_system_text_mean_nothing() -> None:
+def test_rotating_lines_of_a_system_text_have_no_meaning() -> None:
     rotating = re.compile(r"(?m)^Today: .*$")
 
     def known(role: str, day: str) -> list[int]:
@@ -202,18 +202,18 @@ def test_rotating_lines_of_a_system_text_mean_nothing() -> None:
     assert known("user", "Monday") != known("user", "Sunday")
 
 
-def test_finished_calls_are_deltas_of_one_piece_each() -> None:
+def test_each_finished_call_is_one_delta() -> None:
     calls = [ToolCall("a", "f", "{}"), ToolCall("b", "g", '{"x": 1}')]
     assert whole_calls(calls) == (CallDelta(0, "a", "f", "{}"), CallDelta(1, "b", "g", '{"x": 1}'))
 
 
-def test_calls_are_read_only_where_tools_are_offered_and_allowed() -> None:
+def test_calls_are_parsed_only_where_tools_are_offered_and_allowed() -> None:
     assert not Turn(messages=[]).reads_calls
     assert Turn(messages=[], tools=b"[{}]").reads_calls
     assert not Turn(messages=[], tools=b"[{}]", tool_choice=ToolChoice("none")).reads_calls
 
 
-def test_a_reply_reads_back_as_the_message_it_makes() -> None:
+def test_a_reply_is_read_back_as_its_own_message() -> None:
     message = as_message(ParsedReply("x", "because", (ToolCall("c1", "f", '{"a": 1}'),)))
     raw = message.as_json()
     assert b'"reasoning_content":"because"' in raw

@@ -43,17 +43,17 @@ from tests.unit.runtime.session_world import (
     USER,
     Message,
     Say,
+    assistant,
     call,
     call_all,
     open_session,
-    said,
     trained,
     turn,
     with_fields,
 )
 
 
-async def test_a_named_reply_is_gone_on_from_without_its_history(
+async def test_a_named_reply_is_continued_without_its_history(
     prompts: Prompts, tokenizer: Tokenizer, say: Say
 ) -> None:
     sampler = ScriptedSampler([say("4"), say("5"), say("6")])
@@ -75,7 +75,7 @@ async def test_a_named_reply_is_gone_on_from_without_its_history(
     assert shown == ["Be brief.", "guess", "4", "higher", "5", "guess", "6"]
 
 
-async def test_other_instructions_replace_those_of_the_line(
+async def test_new_instructions_replace_those_of_the_conversation(
     prompts: Prompts, tokenizer: Tokenizer, say: Say
 ) -> None:
     sampler = ScriptedSampler([say("4"), say("5")])
@@ -91,7 +91,7 @@ async def test_other_instructions_replace_those_of_the_line(
     assert [row.cause for row in session.fork_report().forks] == [ForkCause.SYSTEM_CHANGED]
 
 
-async def test_a_developers_word_behind_a_named_reply_stays_in_its_place(
+async def test_a_developer_message_after_a_named_reply_keeps_its_position(
     prompts: Prompts, tokenizer: Tokenizer, say: Say
 ) -> None:
     sampler = ScriptedSampler([say("4"), say("5")])
@@ -106,7 +106,7 @@ async def test_a_developers_word_behind_a_named_reply_stays_in_its_place(
     assert not session.fork_report().forks
 
 
-async def test_other_tools_behind_a_named_reply_are_a_fork(prompts: Prompts, say: Say) -> None:
+async def test_other_tools_after_a_named_reply_are_a_fork(prompts: Prompts, say: Say) -> None:
     session = open_session(ScriptedSampler([say("4"), say("5")]), prompts)
     first, _ = await call(session, turn(USER))
     await call(session, with_fields(turn(MORE, tools=TOOLS), previous_reply=first.head.id))
@@ -123,7 +123,7 @@ async def test_an_unknown_reply_is_refused_by_name(prompts: Prompts) -> None:
         assert (caught.value.status, caught.value.code) == (400, "previous_response_not_found")
 
 
-async def test_a_required_call_is_begun_as_context(
+async def test_the_opening_of_a_required_call_is_context(
     prompts: Prompts, tokenizer: Tokenizer, say: Say
 ) -> None:
     sampler = ScriptedSampler(lambda _: say(' {"a": 1}}\n</tool_call>'))
@@ -138,9 +138,7 @@ async def test_a_required_call_is_begun_as_context(
     assert trained(session) == [(1, False, "tool_calls")] * 2
 
 
-async def test_a_lead_is_prompt_wherever_prompt_tokens_are_counted(
-    prompts: Prompts, say: Say
-) -> None:
+async def test_a_prefill_counts_as_prompt_tokens_everywhere(prompts: Prompts, say: Say) -> None:
     sampler = ScriptedSampler(lambda _: say("}"))
     free = open_session(sampler, prompts)
     asked = with_fields(turn(USER, tools=TOOLS), tool_choice=ToolChoice("required"))
@@ -155,10 +153,10 @@ async def test_a_lead_is_prompt_wherever_prompt_tokens_are_counted(
         await full.attach(asked)
 
 
-async def test_a_turn_is_extended_as_it_stands_behind_its_lead(
+async def test_a_turn_is_extended_after_its_prefill_unchanged(
     prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
-    """Text that would open reasoning at the start of a turn does not do so inside a call."""
+    """Text that opens reasoning at the start of a turn does not do so inside a call."""
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts)
     asked = with_fields(turn(USER, tools=TOOLS), tool_choice=ToolChoice("required"))
@@ -181,15 +179,15 @@ async def test_tokens_are_counted_without_a_trace(prompts: Prompts, say: Say) ->
     num_first = await session.count(turn(USER))
     reply, _ = await call(session, turn(USER))
     assert num_first == reply.head.num_prompt_tokens
-    num_tokens = await session.count(turn(USER, said("4"), MORE))
+    num_tokens = await session.count(turn(USER, assistant("4"), MORE))
     held = session.held_bytes
-    await call(session, turn(USER, said("4"), MORE))
+    await call(session, turn(USER, assistant("4"), MORE))
     assert num_tokens == len(sampler.requests[1].prompt_ids)
     assert held < session.held_bytes
     assert session.num_calls == 2
 
 
-async def test_a_sealed_session_counts_nothing_neither_before_nor_after_a_long_text(
+async def test_a_sealed_session_counts_nothing_before_or_after_a_long_text(
     prompts: Prompts,
 ) -> None:
     session = open_session(ScriptedSampler(), prompts)
@@ -219,7 +217,7 @@ async def _end(session: Session) -> None:
     session.forget()
 
 
-def test_an_image_is_held_once_and_goes_with_the_last_that_was_shown_it(prompts: Prompts) -> None:
+def test_an_image_is_stored_once_and_freed_with_its_last_session(prompts: Prompts) -> None:
     address = "data:image/png;base64," + "aW1hZ2Vz" * 70
     part = {"type": "image_url", "image_url": {"url": address}}
     asked = Turn(messages=[msgspec.json.encode({"role": "user", "content": [part]})])
@@ -243,13 +241,13 @@ def test_an_image_is_held_once_and_goes_with_the_last_that_was_shown_it(prompts:
     assert left() is None
 
 
-async def test_a_fork_says_where_its_tokens_part_and_what_it_cost(
+async def test_a_fork_reports_where_its_tokens_differ_and_what_it_cost(
     prompts: Prompts, say: Say
 ) -> None:
     sampler = ScriptedSampler([say("4"), say("5")])
     session = open_session(sampler, prompts)
     await call(session, turn(SYSTEM, USER))
-    await call(session, turn(SYSTEM, USER, said("7"), MORE))
+    await call(session, turn(SYSTEM, USER, assistant("7"), MORE))
     (row,) = session.fork_report().forks
     before, after = (list(request.prompt_ids) for request in sampler.requests)
     left = [*before, *say("4")]
@@ -274,11 +272,12 @@ async def test_a_fork_row_shows_the_calls_of_the_message_that_differs(
     assert (row.held, row.got) == ('f({"a":1})', 'f({"a":2})')
 
 
-async def test_calls_that_come_back_as_text_are_a_fork_with_a_cause_of_its_own(
+async def test_calls_sent_back_as_text_are_a_fork_with_its_own_cause(
     prompts: Prompts, say: Say
 ) -> None:
-    """The requests of smolagents 1.26: calls as a Python list, their results as a user's
-    message."""
+    """The requests of smolagents 1.26: calls as a Python list, and their results as a user
+    message.
+    """
     markup = 'I call<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     session = open_session(ScriptedSampler(lambda _: say(markup)), prompts)
     line: list[Message] = [USER]
@@ -303,7 +302,7 @@ async def test_calls_that_come_back_as_text_are_a_fork_with_a_cause_of_its_own(
 
 
 @pytest.mark.parametrize("seed", [*range(24), 302])
-async def test_whatever_agents_do_a_prompt_says_what_they_asked_and_each_token_trains_once(
+async def test_for_any_agent_a_prompt_equals_its_request_and_each_token_trains_once(
     prompts: Prompts, template_prompts: Prompts, tokenizer: Tokenizer, seed: int
 ) -> None:
     talks = RandomAgent(prompts if seed % 3 else template_prompts, tokenizer, seed)
@@ -328,7 +327,7 @@ def grow(graph: TokenGraph, parent: int, chance: random.Random) -> int:
     return graph.add_context(node, [chance.randrange(150_000) for _ in range(chance.randrange(9))])
 
 
-def test_the_text_is_that_of_the_path_whatever_was_asked_before() -> None:
+def test_the_cached_text_is_that_of_the_path_whatever_was_requested_before() -> None:
     chance = random.Random(3)
     graph, text = TokenGraph(), PromptJson()
     first = graph.add_context(ROOT, range(KEPT_FROM_TOKENS + 1))
@@ -340,7 +339,7 @@ def test_the_text_is_that_of_the_path_whatever_was_asked_before() -> None:
         assert bytes(text.of(graph, node)) == encode(graph.path_ids(node))
 
 
-def test_a_text_that_is_still_being_sent_does_not_change() -> None:
+def test_a_text_that_is_being_sent_does_not_change() -> None:
     chance = random.Random(4)
     graph, text = TokenGraph(), PromptJson()
     node = graph.add_context(ROOT, range(KEPT_FROM_TOKENS))
@@ -351,7 +350,7 @@ def test_a_text_that_is_still_being_sent_does_not_change() -> None:
     assert bytes(sending) == before
 
 
-def test_a_short_prompt_is_not_kept() -> None:
+def test_a_short_prompt_is_not_cached() -> None:
     graph, text = TokenGraph(), PromptJson()
     node = graph.add_context(ROOT, [5, 6, 7])
     assert text.of(graph, node) == b"5,6,7"
@@ -373,7 +372,7 @@ async def test_a_raw_prompt_is_its_text_and_nothing_else(
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-async def test_a_raw_prompt_that_repeats_held_tokens_goes_on_from_them(
+async def test_a_raw_prompt_that_repeats_stored_tokens_continues_from_them(
     prompts: Prompts, tokenizer: Tokenizer, say: Say, as_ids: bool
 ) -> None:
     letters = [i for char in " higher" for i in tokenizer.encode(char)]
@@ -394,10 +393,10 @@ async def test_a_raw_prompt_that_repeats_held_tokens_goes_on_from_them(
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-async def test_the_longest_line_that_a_prompt_repeats_is_gone_on_from(
+async def test_a_raw_prompt_continues_the_longest_matching_path(
     prompts: Prompts, tokenizer: Tokenizer, as_ids: bool
 ) -> None:
-    """A newer answer may be a prefix of an older branch."""
+    """The newer answer may be a prefix of an older branch."""
     texts = ["I guess", " higher", " or", " lower", " hi", " end"]
     ids = {text: tokenizer.encode(text) for text in texts}
     ids[" hi"] = ids[" higher"][:1]
@@ -429,14 +428,14 @@ async def test_a_prompt_without_a_token_is_refused(prompts: Prompts) -> None:
     assert caught.value.status == 400
 
 
-async def test_the_same_raw_prompt_is_held_once(prompts: Prompts, say: Say) -> None:
+async def test_the_same_raw_prompt_is_stored_once(prompts: Prompts, say: Say) -> None:
     session = open_session(ScriptedSampler([say("4"), say("5")]), prompts)
     await call_all(session, raw("x"))
     await call_all(session, raw("x"))
     assert trained(session) == [(0, True, "stop"), (0, False, "stop")]
 
 
-async def test_ids_that_the_model_has_not_are_refused(prompts: Prompts) -> None:
+async def test_token_ids_outside_the_vocabulary_are_refused(prompts: Prompts) -> None:
     session = open_session(ScriptedSampler(), prompts)
     for ids in ((), (-1,), (prompts.vocab_size,)):
         with pytest.raises(SessionError, match="prompt: expected token ids") as caught:
@@ -453,7 +452,7 @@ def shown(reasoning: str, text: str = "", **more: object) -> Message:
 
 
 class Stalled:
-    """A session whose first turn stalled after BEGUN; its reader has left."""
+    """A session whose first turn stalled after BEGUN and whose reader has left."""
 
     def __init__(self, prompts: Prompts, tokenizer: Tokenizer) -> None:
         self.sampler = ScriptedSampler()
@@ -479,7 +478,7 @@ async def stalled(prompts: Prompts, tokenizer: Tokenizer) -> Stalled:
     return await Stalled(prompts, tokenizer).start()
 
 
-async def test_a_turn_that_is_shown_back_as_far_as_it_was_finished_goes_on(
+async def test_a_stalled_turn_continues_when_its_finished_items_are_sent_back(
     stalled: Stalled,
 ) -> None:
     """Codex repeats the finished items of a stalled turn in its next request."""
@@ -507,24 +506,24 @@ async def test_a_turn_that_is_shown_back_as_far_as_it_was_finished_goes_on(
     "echo",
     [
         [shown("other")],
-        [said("4")],  # a text that may continue: it looks like a prefill
+        [assistant("4")],  # a text that may continue, so it looks like a prefill
         [shown("hm", "4")],
         [shown("hm"), MORE],
         [MORE],
         [],
     ],
 )
-async def test_what_was_not_finished_of_the_turn_is_no_resend_of_it(
+async def test_unfinished_items_of_a_stalled_turn_do_not_continue_it(
     stalled: Stalled, echo: list[Message]
 ) -> None:
     assert await stalled.is_resumed_by(*echo) == (not echo)
 
 
-async def test_a_turn_that_is_asked_otherwise_is_another(stalled: Stalled) -> None:
+async def test_a_request_with_other_settings_is_another_turn(stalled: Stalled) -> None:
     assert not await stalled.is_resumed_by(shown("hm"), sampling=RequestedSampling(temperature=0.5))
 
 
-async def test_a_delivered_turn_is_not_given_to_one_that_goes_on_from_its_reasoning(
+async def test_a_delivered_turn_is_not_the_answer_to_a_request_that_continues_its_reasoning(
     stalled: Stalled,
 ) -> None:
     stalled.reply.join()

@@ -1,4 +1,4 @@
-"""Queued generations get an engine's free places, and sessions take turns."""
+"""Queued generations take an engine's free capacity, and sessions take turns."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ SENT = 9
 
 @pytest.fixture
 async def narrow(engine: ScriptedEngine) -> AsyncIterator[Bench]:
-    """An engine that runs 8 requests at a time, and holds them."""
+    """An engine that runs 8 requests at a time and holds them."""
     engine.max_running = PLACES
     engine.hold()
     bench = Bench(engine)
@@ -34,7 +34,9 @@ async def narrow(engine: ScriptedEngine) -> AsyncIterator[Bench]:
 
 
 def sessions_of(engine: ScriptedEngine) -> str:
-    """The sessions of requests in the order in which the engine received them, by first token."""
+    """Return the sessions of the requests, by first token, in the order in which the engine
+    received them.
+    """
     firsts = [each.body["input_ids"][0] for each in engine.seen if each.path == "/generate"]
     return "".join(map(chr, firsts))
 
@@ -55,7 +57,7 @@ async def finished(*generations: Generation) -> None:
 
 
 async def one_more(engine: ScriptedEngine) -> None:
-    """Sample one token, which frees a place, until the next request has arrived."""
+    """Sample one token, which frees capacity, until the next request has arrived."""
     num_seen = engine.num_seen("/generate")
     await engine.allow(1)
     await engine.until(lambda: engine.num_seen("/generate") > num_seen)
@@ -71,7 +73,7 @@ async def test_a_session_with_many_turns_does_not_delay_another_at_the_engine(
         before = engine.num_sampled
         while not single.token_ids:
             await one_more(engine)
-        # Its place came after at most one turn of each request that was sent before it.
+        # It was sent after at most one turn of each request that was sent before it.
         assert engine.num_sampled - before <= SENT + 2
     assert narrow.sampler.entries()["generations_queued"] > 32
     await engine.release()
@@ -80,13 +82,13 @@ async def test_a_session_with_many_turns_does_not_delay_another_at_the_engine(
     assert narrow.sampler.entries()["generations_queued"] == narrow.num_running() == 0
 
 
-async def test_sessions_take_turns_for_free_places_of_an_engine(
+async def test_sessions_take_turns_for_an_engines_free_capacity(
     engine: ScriptedEngine, narrow: Bench
 ) -> None:
     turns = [each for name in "abc" for each in turns_of(narrow, name, 12)]
     await engine.release()
     await finished(*turns)
-    # Each request takes the place of an ended one, so their order is that of the turns.
+    # Each request replaces an ended one, so their order is that of the turns.
     assert sessions_of(engine) == "a" * SENT + "abc" * 3 + "bc" * 9
 
 
@@ -102,7 +104,7 @@ async def test_an_engine_that_reports_no_limit_gets_all_requests_at_once(
     await bench.sampler.close()
 
 
-async def test_turns_that_are_left_or_sealed_leave_the_queue_for_an_engine(
+async def test_abandoned_and_sealed_turns_leave_the_queue_of_an_engine(
     engine: ScriptedEngine, narrow: Bench
 ) -> None:
     turns = turns_of(narrow, "a", SENT + 3)
@@ -147,7 +149,7 @@ async def test_turns_in_the_queue_continue_elsewhere_when_their_engine_is_fenced
         assert (engine.num_seen("/generate"), other.num_seen("/generate")) == (SENT, SENT + 3)
 
 
-async def test_a_turn_in_the_queue_is_not_silent_and_does_not_run_out_of_time(
+async def test_a_queued_turn_is_not_silent_and_meets_no_deadline(
     engine: ScriptedEngine,
 ) -> None:
     clock = FakeClock()
@@ -155,7 +157,7 @@ async def test_a_turn_in_the_queue_is_not_silent_and_does_not_run_out_of_time(
     engine.hold()
     settings = GenerationSettings(engine_wait_s=1.0, answer_timeout_s=1.0)
     bench = Bench(engine, clock=clock, settings=settings)
-    long = [bench.start(num_tokens=1_000) for _ in range(SENT)]  # may be silent for 101 s
+    long = [bench.start(num_tokens=1_000) for _ in range(SENT)]  # longer than the silence limit
     [queued] = turns_of(bench, "b", 1, stream=True)
     without_engine = bench.start(min_policy_version=7)
     clock.advance(90.0)

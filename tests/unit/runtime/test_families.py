@@ -32,7 +32,7 @@ QWEN_PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
 def prompt_of(folder: Path, name: str = "auto") -> str:
-    """The text of a short chat in the format that is chosen for a folder."""
+    """Return the text of a short chat in the format chosen for a folder."""
     tokenizer = load_tokenizer(folder)
     renderer = choose_family(folder, name, tokenizer).renderer
     chat = [{"role": "user", "content": "hello"}]
@@ -50,7 +50,7 @@ def test_chats_of_an_unknown_model_type_are_in_the_folders_own_format(tmp_path: 
     assert prompt_of(folder) == OWN_PROMPT
 
 
-def test_a_family_never_loads_a_processor_that_runs_code_of_the_folder() -> None:
+def test_a_family_never_runs_a_processors_code_from_the_folder() -> None:
     renderer = KimiK25Renderer.__new__(KimiK25Renderer)
     refuse_processors(renderer)
     with pytest.raises(ModelError, match="would run code"):
@@ -63,7 +63,7 @@ def test_an_unknown_family_is_refused_by_name(model_folder: Path, tokenizer: Tok
 
 
 @pytest.mark.parametrize("fault", [AssertionError, RuntimeError, OSError])
-def test_a_family_that_cannot_be_made_is_told_in_one_line(
+def test_a_family_that_cannot_be_loaded_is_a_one_line_error(
     model_folder: Path,
     tokenizer: Tokenizer,
     fault: type[Exception],
@@ -77,7 +77,7 @@ def test_a_family_that_cannot_be_made_is_told_in_one_line(
         choose_family(model_folder, "gpt-oss", tokenizer)
 
 
-def test_a_folder_without_a_config_is_no_model_folder(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_folder_without_a_config_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(ModelError, match=r"no readable config\.json"):
         choose_family(tmp_path, "auto", tokenizer)
 
@@ -111,13 +111,13 @@ def test_chats_of_a_model_that_always_reasons_are_in_its_own_format(
     assert prompt_of(folder) == prompt
 
 
-def test_a_template_that_shows_calls_as_xml_is_read_so(tmp_path: Path) -> None:
+def test_calls_are_parsed_as_xml_if_the_template_writes_xml(tmp_path: Path) -> None:
     source = "{{ '<function=f>' }}{{ messages[0].content }}"
     folder = write_model_folder(tmp_path, model_type="unheard", chat_template=source)
     assert choose_family(folder, "auto", load_tokenizer(folder)).style is CallStyle.XML
 
 
-def test_what_makes_chats_is_told_by_its_family_or_by_the_template_itself(
+def test_the_chat_format_is_identified_by_its_family_or_its_template(
     model_folder: Path, tmp_path: Path
 ) -> None:
     assert chats_of(model_folder, "auto") == chats_of(model_folder, "qwen3") == "qwen3"
@@ -148,7 +148,7 @@ def test_turns_end_at_the_ids_of_the_generation_config(
     assert [tokenizer.decode(i) for i in ids] == ["<|im_end|>", "<|endoftext|>"]
 
 
-def test_what_the_template_refuses_is_a_400_with_its_words(tmp_path: Path) -> None:
+def test_an_error_of_the_template_is_a_400_with_its_message(tmp_path: Path) -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     folder = write_model_folder(tmp_path, chat_template=template)
     renderer = TemplateRenderer(folder, load_tokenizer(folder))
@@ -157,7 +157,7 @@ def test_what_the_template_refuses_is_a_400_with_its_words(tmp_path: Path) -> No
     assert caught.value.status == 400
 
 
-def test_a_folder_without_a_template_says_what_to_set(tmp_path: Path) -> None:
+def test_a_folder_without_a_template_is_an_error_that_names_the_setting(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path)
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"no chat template in it; name a family"):
@@ -172,8 +172,8 @@ def image(data: bytes) -> dict[str, object]:
     return {"type": "image_url", "image_url": {"url": address}}
 
 
-def text(said: str) -> dict[str, object]:
-    return {"type": "text", "text": said}
+def text(content: str) -> dict[str, object]:
+    return {"type": "text", "text": content}
 
 
 def chat(*messages: Mapping[str, object]) -> Chat:
@@ -197,7 +197,7 @@ def vl_prompts(vl_tokenizer: Tokenizer) -> Prompts:
     )
 
 
-def test_an_image_is_one_placeholder_between_its_marks(
+def test_an_image_is_one_placeholder_between_its_markers(
     vl_prompts: Prompts, vl_tokenizer: Tokenizer
 ) -> None:
     shown = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -206,15 +206,15 @@ def test_an_image_is_one_placeholder_between_its_marks(
     )
 
 
-def test_a_screenshot_extends_what_was_sampled(
+def test_a_screenshot_extends_the_sampled_tokens(
     vl_prompts: Prompts, vl_tokenizer: Tokenizer
 ) -> None:
     first = vl_prompts.first(chat(SEES))
-    said = vl_tokenizer.encode(f"a cat{END}")
-    extension = vl_prompts.extend(said, chat(SHOT))
+    sampled = vl_tokenizer.encode(f"a cat{END}")
+    extension = vl_prompts.extend(sampled, chat(SHOT))
     assert extension is not None
     whole = vl_prompts.first(chat(SEES, {"role": "assistant", "content": "a cat"}, SHOT))
-    assert [*first, *said, *extension] == list(whole)
+    assert [*first, *sampled, *extension] == list(whole)
     assert vl_tokenizer.decode(extension).count("<|image_pad|>") == 1
 
 
@@ -226,25 +226,27 @@ def test_a_screenshot_extends_what_was_sampled(
         {"role": "assistant", "content": [text("see"), image(b"one")]},
     ],
 )
-def test_what_has_no_place_is_refused(vl_prompts: Prompts, message: Mapping[str, object]) -> None:
+def test_images_in_other_roles_or_parts_are_refused(
+    vl_prompts: Prompts, message: Mapping[str, object]
+) -> None:
     with pytest.raises(SessionError, match=r"images are shown.* has a place for") as caught:
         vl_prompts.first(chat(message, SEES))
     assert (caught.value.status, caught.value.code) == (400, "unsupported_content")
 
 
-def test_a_turn_in_which_the_model_wrote_the_mark_itself_is_not_gone_on_from(
+def test_a_turn_with_a_sampled_placeholder_is_not_extended(
     vl_prompts: Prompts, vl_tokenizer: Tokenizer
 ) -> None:
-    """SGLang would search one image more than there are, and answer 500 from then on."""
-    said = vl_tokenizer.encode(f"a <|image_pad|> cat{END}")
+    """SGLang would search for one image more than there are, and answer 500 from then on."""
+    sampled = vl_tokenizer.encode(f"a <|image_pad|> cat{END}")
     for new in (SHOT, {"role": "user", "content": "go on"}):
         with pytest.raises(SessionError, match="the model wrote an image placeholder") as caught:
-            vl_prompts.extend(said, chat(new))
+            vl_prompts.extend(sampled, chat(new))
         assert (caught.value.status, caught.value.code) == (400, "unsupported_content")
 
 
 @pytest.mark.parametrize("which", ["prompts", "template_prompts"])
-def test_a_model_of_text_says_so(which: str, request: pytest.FixtureRequest) -> None:
+def test_a_text_model_refuses_images(which: str, request: pytest.FixtureRequest) -> None:
     prompts: Prompts = request.getfixturevalue(which)
     with pytest.raises(SessionError, match="reads text only") as caught:
         prompts.first(chat(SEES))

@@ -1,8 +1,8 @@
-"""Every family of the library that works offline extends prompts and parses replies as the library
-does.
+"""Every family of the library that works offline extends prompts and parses replies as the
+library does.
 
-One tokenizer with every family's marks replaces their own; gpt-oss is missing, since its renderer
-fetches a vocabulary when it is created.
+One tokenizer with the markers of all families replaces theirs; gpt-oss is missing, because its
+renderer downloads a vocabulary.
 """
 
 import json
@@ -39,7 +39,7 @@ TOOLS = [
 ]
 TOOLS_JSON = json.dumps(TOOLS).encode()
 CALL = {"id": "functions.f:0", "function": {"name": "f", "arguments": {"s": "a \u4f60"}}}
-SAID: list[dict[str, Any]] = [
+REPLIES: list[dict[str, Any]] = [
     {"content": "I guess 4"},
     {"content": "I guess 4", "reasoning_content": "hm, so"},
     {"content": "so", "tool_calls": [CALL]},
@@ -82,12 +82,12 @@ def chat(messages: list[dict[str, Any]], tools: bytes = b"") -> Chat:
     return Chat(raws, [read_message(raw, n) for n, raw in enumerate(raws)], tools)
 
 
-def test_an_extension_looks_at_no_history(family: Family, tokenizer: Tokenizer) -> None:
+def test_an_extension_needs_no_history(family: Family, tokenizer: Tokenizer) -> None:
     prompts = Prompts(family, tokenizer)
     history = list(prompts.first(chat([USER])))
     for n in range(6):
         is_cut = n == 4
-        sampled = say(prompts, tokenizer, history)[: -1 if is_cut else None]
+        sampled = plain_reply(prompts, tokenizer, history)[: -1 if is_cut else None]
         extension = prompts.extend(sampled, chat(NEWS[n % 2]))
         bridged = family.renderer.bridge_to_next_turn(history, sampled, NEWS[n % 2], tools=None)
         assert extension is not None
@@ -96,32 +96,34 @@ def test_an_extension_looks_at_no_history(family: Family, tokenizer: Tokenizer) 
         assert bridged is None or bridged.token_ids == history
 
 
-def test_a_reply_is_read_as_the_library_reads_it(
+def test_a_reply_is_parsed_as_the_library_parses_it(
     name: str, family: Family, tokenizer: Tokenizer
 ) -> None:
     prompts = Prompts(family, tokenizer)
     library = renderers.create_renderer(tokenizer, renderers.config_from_name(name))
     prompt = list(prompts.first(chat([USER], TOOLS_JSON)))
-    for said in SAID:
-        messages = [USER, {"role": "assistant", **said}]
+    for reply in REPLIES:
+        messages = [USER, {"role": "assistant", **reply}]
         whole = family.renderer.render_ids(messages, tools=TOOLS, add_generation_prompt=False)
-        sampled, num_calls = whole[len(prompt) :], len(said.get("tool_calls", ()))
+        sampled, num_calls = whole[len(prompt) :], len(reply.get("tool_calls", ()))
         if whole[: len(prompt)] != prompt:
-            # Templates drop reasoning from the history, but this prompt has begun it.
-            sampled, num_calls = say(prompts, tokenizer, prompt), 0
+            # Templates drop reasoning from the history, but this prompt has opened it.
+            sampled, num_calls = plain_reply(prompts, tokenizer, prompt), 0
         answer, _ = read(prompts.reader(ParseOptions((), True, "c", tools=TOOLS_JSON)), sampled)
-        heard = library.parse_response(sampled, tools=TOOLS, prompt_ids=prompt)
-        assert answer.content == heard.content.strip()
-        assert answer.reasoning == (heard.reasoning_content or "").strip()
+        expected = library.parse_response(sampled, tools=TOOLS, prompt_ids=prompt)
+        assert answer.content == expected.content.strip()
+        assert answer.reasoning == (expected.reasoning_content or "").strip()
         calls = [(call.name, json.loads(call.arguments)) for call in answer.tool_calls]
-        assert calls == [(call.name, as_object(call.arguments)) for call in heard.tool_calls]
+        assert calls == [(call.name, as_object(call.arguments)) for call in expected.tool_calls]
         assert len(calls) == num_calls
 
 
 def read(reader: DeltaReader, sampled: list[int]) -> tuple[ParsedReply, int]:
-    """A parser's answer, which its deltas add up to, and the number of deltas before the last."""
+    """Return a parser's answer, which its deltas add up to, and the number of deltas before the
+    last.
+    """
     deltas = [delta for i in sampled if (delta := reader.feed([i])) is not None]
-    num_told = len(deltas)
+    num_deltas = len(deltas)
     deltas.append(reader.end(len(sampled)))
     answer = reader.answer()
     assert "".join(delta.content for delta in deltas) == answer.content
@@ -130,12 +132,12 @@ def read(reader: DeltaReader, sampled: list[int]) -> tuple[ParsedReply, int]:
     for n, call in enumerate(answer.tool_calls):
         assert [p.name for p in pieces if p.index == n and p.id] == [call.name]
         assert "".join(p.arguments for p in pieces if p.index == n) == call.arguments
-    return answer, num_told
+    return answer, num_deltas
 
 
 @pytest.mark.parametrize("name", ["glm-5", "minimax-m2"])
 @pytest.mark.parametrize("reads_calls", [True, False])
-def test_what_stands_before_a_call_is_told_as_it_comes(
+def test_text_before_a_call_is_streamed_as_it_is_sampled(
     name: str, reads_calls: bool, folder: Path, tokenizer: Tokenizer
 ) -> None:
     family = choose_family(folder, name, tokenizer)
@@ -149,17 +151,17 @@ def test_what_stands_before_a_call_is_told_as_it_comes(
         *tokenizer.encode(f"hm, so</think>I will look{markup}"),
         prompts.stop_token_ids[0],
     ]
-    answer, num_told = read(
+    answer, num_deltas = read(
         prompts.reader(ParseOptions((), reads_calls, "c", tools=TOOLS_JSON)), sampled
     )
-    assert num_told > 10
+    assert num_deltas > 10
     assert answer.reasoning == "hm, so"
     assert answer.content == "I will look" + ("" if reads_calls else markup)
     assert [(c.name, c.arguments) for c in answer.tool_calls] == [("f", '{"s": "x"}')] * reads_calls
 
 
-def say(prompts: Prompts, tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
-    """A plain reply, after reasoning if the prompt or the family requires it."""
+def plain_reply(prompts: Prompts, tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
+    """Return a plain reply, after reasoning if the prompt or the family requires it."""
     text = tokenizer.decode(prompt)
     thought = "hm</think>" if text.rstrip().endswith("<think>") else ""
     thought = "<think>hm</think>" if text.endswith("<|assistant|>") else thought

@@ -1,4 +1,4 @@
-"""Causes and places of forks, and differences that are healed instead."""
+"""Causes and positions of forks, and differences that are healed instead."""
 
 import msgspec
 import pytest
@@ -6,14 +6,14 @@ import pytest
 from rollmesh.runtime.chat import Turn, read_message
 from rollmesh.runtime.conversation.forks import ForkCause, first_difference
 from tests.unit.runtime.history_world import (
+    ANSWER,
     MORE,
-    SAID,
     SYSTEM,
     TOOLS,
     USER,
-    Held,
     Message,
-    said,
+    StoredChat,
+    assistant,
     turn,
     user,
 )
@@ -22,82 +22,100 @@ LONG = "The user wants a number and has refused four and five so far."
 
 
 @pytest.fixture
-def held() -> Held:
+def stored() -> StoredChat:
     """Three finished turns of a chat with a system text."""
-    held = Held()
-    held.talk(SYSTEM, USER, SAID, MORE, said("5"), user("still higher"), said(LONG))
-    return held
+    stored = StoredChat()
+    stored.play(SYSTEM, USER, ANSWER, MORE, assistant("5"), user("still higher"), assistant(LONG))
+    return stored
 
 
 @pytest.mark.parametrize(
     ("asked", "cause"),
     [
-        (turn(SYSTEM, USER, SAID, MORE, said("5"), user("still higher"), said(LONG), MORE), None),
+        (
+            turn(
+                SYSTEM,
+                USER,
+                ANSWER,
+                MORE,
+                assistant("5"),
+                user("still higher"),
+                assistant(LONG),
+                MORE,
+            ),
+            None,
+        ),
         (turn(SYSTEM, USER), None),
-        (turn(SYSTEM, USER, SAID, MORE, tools=TOOLS), ForkCause.TOOLS_CHANGED),
+        (turn(SYSTEM, USER, ANSWER, MORE, tools=TOOLS), ForkCause.TOOLS_CHANGED),
         (turn(SYSTEM, USER, tools=TOOLS), ForkCause.TOOLS_CHANGED),
-        (turn({"role": "system", "content": "other"}, USER, SAID, MORE), ForkCause.SYSTEM_CHANGED),
+        (
+            turn({"role": "system", "content": "other"}, USER, ANSWER, MORE),
+            ForkCause.SYSTEM_CHANGED,
+        ),
         (turn({"role": "system", "content": "other"}, USER), ForkCause.SYSTEM_CHANGED),
         (turn({"role": "system", "content": "a title"}, user("t")), ForkCause.OTHER_CHAT),
         (turn(user("x"), tools=TOOLS), ForkCause.OTHER_CHAT),
         (turn(SYSTEM, user("another task")), ForkCause.RESTARTED),
         (turn(SYSTEM, user(f"So far: {LONG}")), ForkCause.COMPACTED),
         (turn(SYSTEM, USER, user("in short")), ForkCause.COMPACTED),
-        (turn(SYSTEM, said("5"), user("still higher"), said(LONG), MORE), ForkCause.COMPACTED),
-        (turn(SYSTEM, USER, SAID, said(LONG), MORE), ForkCause.COMPACTED),
-        (turn(SYSTEM, USER, said("7"), MORE), ForkCause.EDITED),
-        (turn(SYSTEM, USER, SAID, user("cut"), said("5"), MORE), ForkCause.EDITED),
-        (turn(SYSTEM, USER, SAID, user("lower")), ForkCause.REWOUND),
+        (
+            turn(SYSTEM, assistant("5"), user("still higher"), assistant(LONG), MORE),
+            ForkCause.COMPACTED,
+        ),
+        (turn(SYSTEM, USER, ANSWER, assistant(LONG), MORE), ForkCause.COMPACTED),
+        (turn(SYSTEM, USER, assistant("7"), MORE), ForkCause.EDITED),
+        (turn(SYSTEM, USER, ANSWER, user("cut"), assistant("5"), MORE), ForkCause.EDITED),
+        (turn(SYSTEM, USER, ANSWER, user("lower")), ForkCause.REWOUND),
     ],
 )
-def test_a_fork_says_its_cause(held: Held, asked: Turn, cause: ForkCause | None) -> None:
-    held.ask(asked)
-    assert held.cause == cause
+def test_a_fork_has_its_cause(stored: StoredChat, asked: Turn, cause: ForkCause | None) -> None:
+    stored.ask(asked)
+    assert stored.cause == cause
 
 
-def test_what_was_said_in_two_messages_and_comes_back_in_one_is_healed_of_nothing() -> None:
-    held = Held()
-    _, context = held.ask(turn(USER, said("4")))
-    held.say(context, said(" or 5"))
-    held.ask(turn(USER, said("4 or 5"), MORE))
-    assert held.cause is None
-    assert held.log.healed == {}
-    held.ask(turn(USER, said(" 4 or 5"), MORE))
-    assert held.log.healed == {"white_space": 1}
+def test_two_answers_sent_back_as_one_message_are_no_healed_difference() -> None:
+    stored = StoredChat()
+    _, context = stored.ask(turn(USER, assistant("4")))
+    stored.answer(context, assistant(" or 5"))
+    stored.ask(turn(USER, assistant("4 or 5"), MORE))
+    assert stored.cause is None
+    assert stored.log.healed == {}
+    stored.ask(turn(USER, assistant(" 4 or 5"), MORE))
+    assert stored.log.healed == {"white_space": 1}
 
 
-def test_answers_of_others_behind_the_end_of_a_line_are_no_fork() -> None:
-    held = Held()
-    held.talk(SYSTEM, USER, SAID)
-    held.ask(turn(SYSTEM, USER, SAID, MORE, said("of another model"), user("on")))
-    assert held.cause is None
+def test_answers_of_other_models_after_the_last_turn_are_no_fork() -> None:
+    stored = StoredChat()
+    stored.play(SYSTEM, USER, ANSWER)
+    stored.ask(turn(SYSTEM, USER, ANSWER, MORE, assistant("of another model"), user("on")))
+    assert stored.cause is None
 
 
-def test_a_chat_that_begins_with_answers_of_others_is_no_edit() -> None:
-    held = Held()
-    few_shots = [user("2+2"), said("4"), user("3+3"), said("6")]
-    held.talk(SYSTEM, USER, SAID)
-    held.ask(turn({"role": "system", "content": "helper"}, *few_shots, USER))
-    assert held.cause is ForkCause.OTHER_CHAT
+def test_a_chat_that_begins_with_answers_of_other_models_is_another_chat() -> None:
+    stored = StoredChat()
+    few_shots = [user("2+2"), assistant("4"), user("3+3"), assistant("6")]
+    stored.play(SYSTEM, USER, ANSWER)
+    stored.ask(turn({"role": "system", "content": "helper"}, *few_shots, USER))
+    assert stored.cause is ForkCause.OTHER_CHAT
 
 
-def test_a_call_that_was_never_answered_makes_no_fork_of_the_next() -> None:
-    held = Held()
-    held.ask(turn(SYSTEM, USER))
-    held.ask(turn(SYSTEM, MORE))
-    assert held.cause is None
-    _, context = held.ask(turn(SYSTEM, USER))
-    held.say(context, SAID)
-    held.ask(turn(SYSTEM, USER, SAID, MORE))
-    held.ask(turn(SYSTEM, USER, SAID, user("lower")))
-    assert held.cause is None
+def test_an_unanswered_request_causes_no_fork() -> None:
+    stored = StoredChat()
+    stored.ask(turn(SYSTEM, USER))
+    stored.ask(turn(SYSTEM, MORE))
+    assert stored.cause is None
+    _, context = stored.ask(turn(SYSTEM, USER))
+    stored.answer(context, ANSWER)
+    stored.ask(turn(SYSTEM, USER, ANSWER, MORE))
+    stored.ask(turn(SYSTEM, USER, ANSWER, user("lower")))
+    assert stored.cause is None
 
 
-def test_the_first_difference_is_shown(held: Held) -> None:
-    held.ask(turn(SYSTEM, USER, SAID, user("higher please"), said("5"), MORE))
-    assert held.where == (3, "higher", "higher please")
-    held.ask(turn(SYSTEM, user("x" * 300)))
-    at, old, new = held.where
+def test_the_first_difference_is_reported(stored: StoredChat) -> None:
+    stored.ask(turn(SYSTEM, USER, ANSWER, user("higher please"), assistant("5"), MORE))
+    assert stored.where == (3, "higher", "higher please")
+    stored.ask(turn(SYSTEM, user("x" * 300)))
+    at, old, new = stored.where
     assert (at, old, len(new)) == (1, "guess", 80)
 
 
@@ -113,23 +131,27 @@ def call(arguments: object, call_id: str = "c1") -> Message:
 @pytest.mark.parametrize(
     ("ours", "theirs", "kinds"),
     [
-        (said("4"), said("4"), []),
-        (said("4"), {"content": "4", "role": "assistant", "refusal": None}, []),
-        (said("4"), said("\n4"), ["white_space"]),
-        (said("4"), {**said("4"), "provider_specific_fields": {"a": 1}}, ["extra_keys"]),
-        (said("4"), {**said("4"), "content": [{"type": "text", "text": "4"}]}, ["part_list"]),
+        (assistant("4"), assistant("4"), []),
+        (assistant("4"), {"content": "4", "role": "assistant", "refusal": None}, []),
+        (assistant("4"), assistant("\n4"), ["white_space"]),
+        (assistant("4"), {**assistant("4"), "provider_specific_fields": {"a": 1}}, ["extra_keys"]),
         (
-            said("4"),
+            assistant("4"),
+            {**assistant("4"), "content": [{"type": "text", "text": "4"}]},
+            ["part_list"],
+        ),
+        (
+            assistant("4"),
             {
-                **said("4"),
+                **assistant("4"),
                 "content": [{"type": "text", "text": "4", "cache_control": {"type": "ephemeral"}}],
             },
             ["cache_marker", "part_list"],
         ),
-        ({**said("4"), "reasoning_content": "hm"}, said("4"), ["dropped_reasoning"]),
+        ({**assistant("4"), "reasoning_content": "hm"}, assistant("4"), ["dropped_reasoning"]),
         (
-            {**said("4"), "reasoning_content": "hm"},
-            said("<think>hm</think>4"),
+            {**assistant("4"), "reasoning_content": "hm"},
+            assistant("<think>hm</think>4"),
             ["inlined_reasoning"],
         ),
         (call('{"a":   1}'), call('{"a": 1}'), ["reserialised_arguments"]),
@@ -139,37 +161,37 @@ def call(arguments: object, call_id: str = "c1") -> Message:
         (call('{"a":1}'), {**call('{"a":1}'), "content": "now"}, ["changed_text"]),
     ],
 )
-def test_what_is_seen_past_is_counted(ours: Message, theirs: Message, kinds: list[str]) -> None:
-    held = Held()
-    held.talk(SYSTEM, USER, ours)
+def test_healed_differences_are_counted(ours: Message, theirs: Message, kinds: list[str]) -> None:
+    stored = StoredChat()
+    stored.play(SYSTEM, USER, ours)
     for _ in range(2):
-        match, _ = held.ask(turn(SYSTEM, USER, theirs, MORE))
+        match, _ = stored.ask(turn(SYSTEM, USER, theirs, MORE))
     assert match.is_held
-    assert held.cause is None
-    assert held.log.report().healed == dict.fromkeys(kinds, 1)
+    assert stored.cause is None
+    assert stored.log.report().healed == dict.fromkeys(kinds, 1)
 
 
-def test_parts_are_no_difference_where_a_dialect_has_nothing_else() -> None:
-    held = Held()
-    held.talk(SYSTEM, USER, SAID)
+def test_parts_are_no_difference_in_a_dialect_without_strings() -> None:
+    stored = StoredChat()
+    stored.play(SYSTEM, USER, ANSWER)
     parts: Message = {"role": "assistant", "content": [{"type": "text", "text": "4"}]}
     read = msgspec.structs.replace(
         turn(SYSTEM, USER, parts, MORE), read=lambda raw, at: [read_message(raw, at)]
     )
-    held.ask(read)
-    assert held.log.report().healed == {}
+    stored.ask(read)
+    assert stored.log.report().healed == {}
 
 
-def test_a_rotating_line_is_counted() -> None:
-    held = Held()
+def test_a_healed_rotating_line_is_counted() -> None:
+    stored = StoredChat()
     for day in ("Monday", "Tuesday"):
-        held.ask(turn({"role": "system", "content": f"a\nToday's date: {day}"}, USER))
-    assert held.log.report().healed == {"system_line": 1}
+        stored.ask(turn({"role": "system", "content": f"a\nToday's date: {day}"}, USER))
+    assert stored.log.report().healed == {"system_line": 1}
 
 
 @pytest.mark.parametrize(
     ("one", "two", "at"), [("", "", 0), ("abc", "abd", 2), ("abc", "ab", 2), ("x", "y", 0)]
 )
-def test_the_first_difference_of_two_sequences(one: str, two: str, at: int) -> None:
+def test_the_first_difference_of_two_sequences_is_found(one: str, two: str, at: int) -> None:
     assert first_difference(one, two) == at
     assert first_difference(list(one), list(two)) == at

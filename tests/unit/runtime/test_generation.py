@@ -36,7 +36,7 @@ from tests.unit.runtime.generation_bench import ENGINE, Bench, running
 from tests.unit.runtime.generation_world import ABORT, PROMPT, World
 
 
-def test_turn_that_stops_is_committed_with_its_tokens() -> None:
+def test_a_turn_that_stops_is_committed_with_its_tokens() -> None:
     bench = running()
     bench.sample(0, 1, 2)
     bench.sample(0, 3, STOP_TOKEN, finish=Finish("stop", STOP_TOKEN))
@@ -45,15 +45,15 @@ def test_turn_that_stops_is_committed_with_its_tokens() -> None:
     assert list(machine.sampled.token_ids) == [1, 2, 3, STOP_TOKEN]
     assert list(machine.sampled.logprobs) == [-1.0, -2.0, -3.0, 0.0]
     assert (machine.finish_reason, machine.matched_stop) == ("stop", STOP_TOKEN)
-    assert bench.said(WakeReaders)
+    assert bench.actions_of(WakeReaders)
     assert machine.is_settled
 
 
-def test_abort_that_nobody_asked_for_is_resumed_from_the_exact_tokens() -> None:
+def test_an_unrequested_abort_is_resumed_from_the_exact_tokens() -> None:
     bench = running()
     bench.sample(0, 1, 2, 3)
     bench.sample(0, finish=ABORT)
-    assert bench.said(ChooseEngine)
+    assert bench.actions_of(ChooseEngine)
     [start] = bench.step(EngineChosen("http://b", "i1", 1))
     assert start == StartAttempt(1, "r.1", "http://b", 7, "1", True)
     assert bench.machine.context() == [*PROMPT, 1, 2, 3]
@@ -64,7 +64,7 @@ def test_abort_that_nobody_asked_for_is_resumed_from_the_exact_tokens() -> None:
     assert sampled.engines == ["http://a", "http://b"]
 
 
-def test_turn_over_two_engines_of_one_version_has_two_runs() -> None:
+def test_a_turn_over_two_engines_of_one_version_has_two_runs() -> None:
     bench = running()
     for attempt, engine in enumerate([ENGINE, EngineChosen("http://b", "i1", 0), ENGINE]):
         if attempt:
@@ -79,7 +79,7 @@ def test_turn_over_two_engines_of_one_version_has_two_runs() -> None:
     assert sampled.engines == [ENGINE.url, "http://b"]
 
 
-def test_finish_is_length_only_when_all_tokens_are_there() -> None:
+def test_the_finish_reason_is_length_only_when_all_tokens_have_arrived() -> None:
     bench = running(max_tokens=10)
     bench.sample(0, *range(1, 10), finish=ABORT)
     assert bench.machine.state is GenerationState.RUNNING
@@ -88,26 +88,26 @@ def test_finish_is_length_only_when_all_tokens_are_there() -> None:
     assert bench.machine.finish_reason == "length"
 
 
-def test_abort_behind_a_stop_token_is_a_stop() -> None:
+def test_an_abort_after_a_stop_token_is_a_stop() -> None:
     bench = running()
     bench.sample(0, 1, STOP_TOKEN, finish=ABORT)
     assert bench.machine.finish_reason == "stop"
 
 
-def test_engine_that_overshoots_is_cut_at_max_tokens() -> None:
+def test_tokens_over_max_tokens_are_cut() -> None:
     bench = running(max_tokens=10)
     bench.sample(0, *range(1, 15), finish=Finish("length"))
     assert len(bench.machine.sampled) == 10
     assert len(bench.machine.sampled.logprobs) == 10
 
 
-def test_last_reader_parks_and_a_new_one_resumes() -> None:
+def test_the_last_reader_to_leave_parks_the_turn_and_a_new_one_resumes_it() -> None:
     bench = running()
     bench.sample(0, 1)
     assert bench.step(ReaderLeft()) == [AbortAttempt(0, "r.0", ENGINE.url)]
     assert bench.machine.state is GenerationState.PARKED
     bench.sample(0, 2, finish=ABORT)
-    assert bench.said(ChooseEngine) == []
+    assert bench.actions_of(ChooseEngine) == []
     assert bench.step(ReaderJoined(), after_s=29.0) == [ChooseEngine(0)]
     assert bench.machine.context() == [*PROMPT, 1, 2]
 
@@ -119,15 +119,15 @@ def test_one_of_two_readers_may_leave() -> None:
     assert bench.machine.state is GenerationState.RUNNING
 
 
-def test_reader_who_returns_before_the_abort_took_waits_for_its_end() -> None:
+def test_a_reader_that_returns_before_the_abort_has_taken_effect_waits_for_it() -> None:
     bench = running()
     bench.step(ReaderLeft())
     assert bench.step(ReaderJoined()) == []
     bench.sample(0, 1, finish=ABORT)
-    assert bench.said(ChooseEngine)
+    assert bench.actions_of(ChooseEngine)
 
 
-def test_abort_is_repeated_until_the_stream_ends() -> None:
+def test_an_abort_is_repeated_until_the_stream_ends() -> None:
     bench = running()
     bench.step(ReaderLeft())
     for _ in range(4):
@@ -136,22 +136,22 @@ def test_abort_is_repeated_until_the_stream_ends() -> None:
     assert bench.step(Ticked(), after_s=0.3) == []
 
 
-def test_leg_that_ignores_its_abort_is_dropped() -> None:
+def test_an_attempt_that_ignores_its_abort_is_dropped() -> None:
     bench = running()
     bench.step(ReaderLeft())
     bench.step(Ticked(), after_s=5.0)
-    assert bench.said(DropAttempt) == [DropAttempt(0)]
+    assert bench.actions_of(DropAttempt) == [DropAttempt(0)]
     assert bench.machine.attempt_url is None
 
 
-def test_parked_turn_that_finishes_before_its_abort_is_committed() -> None:
+def test_a_parked_turn_that_finishes_before_its_abort_is_committed() -> None:
     bench = running()
     bench.step(ReaderLeft())
     bench.sample(0, 1, finish=Finish("stop", 1))
     assert bench.machine.state is GenerationState.COMMITTED
 
 
-def test_parked_turn_is_void_when_the_retry_window_is_over() -> None:
+def test_a_parked_turn_is_void_when_the_retry_window_is_over() -> None:
     bench = running()
     bench.step(ReaderLeft())
     bench.sample(0, finish=ABORT)
@@ -160,51 +160,51 @@ def test_parked_turn_is_void_when_the_retry_window_is_over() -> None:
     assert bench.machine.is_settled
 
 
-def test_seal_wakes_readers_and_takes_no_more_tokens() -> None:
+def test_a_seal_wakes_readers_and_accepts_no_more_tokens() -> None:
     bench = running()
     bench.sample(0, 1)
     bench.step(Sealed("the rollout ended"))
-    assert bench.said(WakeReaders)
-    assert bench.said(AbortAttempt)
+    assert bench.actions_of(WakeReaders)
+    assert bench.actions_of(AbortAttempt)
     bench.sample(0, 2, finish=ABORT)
     assert list(bench.machine.sampled.token_ids) == [1]
     assert str(bench.machine.error) == "the rollout ended"
     assert bench.machine.is_settled
 
 
-def test_seal_leaves_a_committed_turn_alone() -> None:
+def test_a_seal_does_not_change_a_committed_turn() -> None:
     bench = running()
     bench.sample(0, 1, finish=Finish("stop", 1))
     assert bench.step(Sealed("late")) == []
     assert bench.machine.state is GenerationState.COMMITTED
 
 
-def test_failed_leg_is_reported_and_resumed_elsewhere() -> None:
+def test_a_failed_attempt_is_reported_and_resumed_elsewhere() -> None:
     bench = running()
     bench.sample(0, 1)
     bench.step(EngineAttemptFailed(0, "connection reset"))
-    assert bench.said(ReportFault) == [ReportFault(ENGINE.url, "i1", "connection reset")]
-    assert bench.said(ChooseEngine)
+    assert bench.actions_of(ReportFault) == [ReportFault(ENGINE.url, "i1", "connection reset")]
+    assert bench.actions_of(ChooseEngine)
 
 
-def test_refused_leg_ends_the_turn_with_the_engines_words() -> None:
+def test_a_refused_attempt_ends_the_turn_with_the_engines_message() -> None:
     bench = running()
     bench.step(EngineAttemptFailed(0, "prompt too long", kind="refused"))
     assert bench.machine.state is GenerationState.VOID
     assert isinstance(bench.machine.error, EngineRefused)
-    assert bench.said(WakeReaders)
+    assert bench.actions_of(WakeReaders)
 
 
-def test_an_engine_that_breaks_after_a_token_or_without_images_is_at_fault() -> None:
+def test_an_engine_that_fails_after_a_token_or_without_images_is_at_fault() -> None:
     seeing, plain = running(images=("https://here/a.png",)), running()
     seeing.sample(0, 1)
     for bench in (seeing, plain):
         bench.step(EngineAttemptFailed(0, "cut", "broke"))
-        assert bench.said(ReportFault)
+        assert bench.actions_of(ReportFault)
         assert bench.machine.state is GenerationState.RUNNING
 
 
-def test_waiting_for_an_engine_ends_in_time_but_pauses_do_not_count() -> None:
+def test_waiting_for_an_engine_times_out_and_pauses_do_not_count() -> None:
     bench = Bench()
     bench.step(ReaderJoined())
     bench.step(FleetMoved(is_paused=True))
@@ -212,14 +212,14 @@ def test_waiting_for_an_engine_ends_in_time_but_pauses_do_not_count() -> None:
     assert bench.machine.state is GenerationState.RUNNING
     bench.step(FleetMoved(is_paused=False))
     bench.step(Ticked(), after_s=119.0)
-    assert bench.said(ChooseEngine)
+    assert bench.actions_of(ChooseEngine)
     assert bench.step(EngineMissed("http://a: joining, connection refused")) == []
     bench.step(Ticked(), after_s=1.0)
     assert isinstance(bench.machine.error, EngineUnavailable)
     assert "no engine is ready (last: http://a: joining, conn" in str(bench.machine.error)
 
 
-def test_turn_that_is_queued_for_its_engine_needs_no_answer_and_meets_no_deadline() -> None:
+def test_a_turn_queued_for_its_engine_is_not_silent_and_meets_no_deadline() -> None:
     bench = Bench()
     bench.step(ReaderJoined())
     bench.step(Ticked())
@@ -233,7 +233,7 @@ def test_turn_that_is_queued_for_its_engine_needs_no_answer_and_meets_no_deadlin
     assert not bench.machine.is_queued
 
 
-def test_turn_that_was_left_while_it_was_queued_is_parked_and_expires() -> None:
+def test_a_turn_abandoned_in_the_queue_is_parked_and_expires() -> None:
     bench = Bench()
     bench.step(ReaderJoined())
     bench.step(EngineFull())
@@ -243,31 +243,31 @@ def test_turn_that_was_left_while_it_was_queued_is_parked_and_expires() -> None:
     assert bench.machine.state is GenerationState.VOID
 
 
-def test_turn_that_waits_for_newer_weights_than_are_served_ends_in_time_and_says_so() -> None:
+def test_waiting_for_newer_weights_than_are_served_times_out_with_that_reason() -> None:
     bench = Bench()
     bench.step(ReaderJoined())
     bench.step(Ticked())
     assert bench.step(EngineMissed("http://a: ready, with policy version 3", is_behind=True)) == []
     bench.step(Ticked(), after_s=120.0)
     assert isinstance(bench.machine.error, EngineUnavailable)
-    told = "no engine has weights as new as this session has seen (last: http://a: ready, with"
-    assert told in str(bench.machine.error)
+    message = "no engine has weights as new as this session has seen (last: http://a: ready, with"
+    assert message in str(bench.machine.error)
 
 
 def free(policy_version: int) -> Bench:
-    """A turn of a session that has seen version 5, at an engine without a publisher."""
+    """Return a turn of a session that has seen version 5, at an engine without a publisher."""
     bench = Bench(min_policy_version=5)
     bench.step(ReaderJoined())
     bench.step(EngineChosen("http://a", "i1", policy_version, has_publisher=False))
     return bench
 
 
-def test_without_a_publisher_no_token_is_dropped_and_a_fall_back_is_reported_once() -> None:
+def test_without_a_publisher_tokens_are_kept_and_a_fall_back_is_reported_once() -> None:
     bench = free(policy_version=6)
     bench.sample(0, 1, 2, policy_version=4)
-    assert bench.said(FellBack) == [FellBack("http://a", 5, 4)]
+    assert bench.actions_of(FellBack) == [FellBack("http://a", 5, 4)]
     bench.sample(0, 3, policy_version=4)
-    assert not bench.said(FellBack)
+    assert not bench.actions_of(FellBack)
     bench.sample(0, STOP_TOKEN, finish=Finish("stop", STOP_TOKEN), policy_version=4)
     assert bench.machine.num_legs == 1
     assert bench.machine.sampled.policy_versions == [VersionRun(4, 4, 0)]
@@ -276,23 +276,23 @@ def test_without_a_publisher_no_token_is_dropped_and_a_fall_back_is_reported_onc
 def test_without_a_publisher_unnumbered_tokens_are_kept_and_not_compared() -> None:
     bench = free(policy_version=6)
     bench.sample(0, 1, policy_version=-1)
-    assert bench.said(FellBack) == []
+    assert bench.actions_of(FellBack) == []
     assert bench.machine.min_policy_version == 5
     assert bench.machine.sampled.policy_versions == [VersionRun(-1, 1, 0)]
 
 
-def test_turn_that_an_engine_never_continues_with_published_weights_says_what_it_serves() -> None:
+def test_the_timeout_of_a_turn_names_the_unnumbered_weights_of_its_engine() -> None:
     bench = Bench(min_policy_version=5)
     bench.step(ReaderJoined())
     for attempt in range(17):
         bench.step(EngineChosen("http://a", "i1", 5))
         bench.sample(attempt, 1, policy_version=-1)
         bench.step(Ticked(), after_s=1.0)
-    told = "(last: http://a: samples with unnumbered weights, the fleet table has 5)"
-    assert told in str(bench.machine.error)
+    message = "(last: http://a: samples with unnumbered weights, the fleet table has 5)"
+    assert message in str(bench.machine.error)
 
 
-def test_turn_whose_weights_were_of_a_run_that_is_over_ends_at_once() -> None:
+def test_a_turn_with_weights_of_an_ended_run_ends_at_once() -> None:
     bench = Bench()
     actions = bench.step(EngineMissed("version 18 was of another run", is_for_good=True))
     assert WakeReaders() in actions
@@ -301,26 +301,26 @@ def test_turn_whose_weights_were_of_a_run_that_is_over_ends_at_once() -> None:
     assert bench.step(EngineMissed("the same", is_for_good=True)) == []
 
 
-def test_silent_leg_is_given_up_and_resumed() -> None:
+def test_a_silent_attempt_is_dropped_and_resumed() -> None:
     bench = running()
     bench.sample(0, 1)
     assert bench.step(Ticked(), after_s=89.0) == []
     bench.step(Ticked(), after_s=1.0)
-    assert bench.said(DropAttempt)
-    assert bench.said(ReportFault)
-    assert bench.said(ChooseEngine)
+    assert bench.actions_of(DropAttempt)
+    assert bench.actions_of(ReportFault)
+    assert bench.actions_of(ChooseEngine)
 
 
-def test_plain_leg_is_given_longer_since_it_shows_no_sign_of_life() -> None:
+def test_a_plain_attempt_has_a_longer_silence_limit() -> None:
     bench = Bench(stream=False, max_tokens=1000)
     bench.step(ReaderJoined())
     bench.step(ENGINE)
     assert bench.step(Ticked(), after_s=189.0) == []
     bench.step(Ticked(), after_s=1.0)
-    assert bench.said(DropAttempt)
+    assert bench.actions_of(DropAttempt)
 
 
-def test_lost_engine_drops_its_leg_without_a_report() -> None:
+def test_a_lost_engine_drops_its_attempt_without_a_report() -> None:
     bench = running()
     bench.sample(0, 1)
     assert bench.step(EngineLost("http://other")) == []
@@ -330,30 +330,30 @@ def test_lost_engine_drops_its_leg_without_a_report() -> None:
     assert list(bench.machine.sampled.token_ids) == [1]
 
 
-def test_turn_never_goes_on_with_older_weights() -> None:
+def test_a_turn_never_continues_with_older_weights() -> None:
     bench = running()
     bench.sample(0, 1, policy_version=3, finish=ABORT)
     assert bench.actions[-1] == ChooseEngine(3)
     assert bench.step(EngineChosen("http://b", "i1", 2)) == []
     bench.step(EngineChosen("http://b", "i1", 3))
     bench.sample(1, 2, policy_version=2)
-    assert bench.said(DropAttempt)
-    assert bench.said(ReportFault)
+    assert bench.actions_of(DropAttempt)
+    assert bench.actions_of(ReportFault)
     assert list(bench.machine.sampled.token_ids) == [1]
 
 
-def test_first_turn_is_not_of_an_engine_that_came_back_with_older_weights() -> None:
-    # It was chosen for its version, and was restarted while the request was in its backlog.
+def test_a_first_turn_is_not_sampled_by_an_engine_that_restarted_with_older_weights() -> None:
+    # The engine was chosen for its version, and restarted while the request was in its backlog.
     bench = Bench()
     bench.step(ReaderJoined())
     bench.step(EngineChosen(ENGINE.url, "i1", 7))
-    # Or another run uses it: that is no fault, and a new choice shows it.
+    # Or another run uses the engine: that is no fault, and a new choice shows it.
     bench.sample(0, 1, policy_version=0)
     assert bench.actions[1:] == [DropAttempt(0), AvoidEngine(ENGINE.url), ChooseEngine(0)]
     assert list(bench.machine.sampled.token_ids) == []
 
 
-def test_engines_account_of_versions_is_taken_for_the_whole_leg() -> None:
+def test_the_version_runs_that_an_engine_reports_replace_those_of_the_attempt() -> None:
     bench = running()
     bench.sample(0, 1, finish=ABORT)
     bench.step(ENGINE)
@@ -363,31 +363,31 @@ def test_engines_account_of_versions_is_taken_for_the_whole_leg() -> None:
     assert bench.machine.sampled.policy_versions == [VersionRun(0, 2, 0), VersionRun(1, 2, 0)]
 
 
-def test_plain_turn_with_penalties_is_sampled_anew_since_it_cannot_resume() -> None:
+def test_a_plain_turn_with_penalties_restarts_because_it_cannot_resume() -> None:
     bench = Bench(stream=False, frequency_penalty=0.5)
     bench.step(ReaderJoined())
     bench.step(ENGINE)
     bench.sample(0, 1, 2, finish=ABORT)
-    assert bench.said(ChooseEngine)
+    assert bench.actions_of(ChooseEngine)
     assert bench.machine.context() == PROMPT
     assert bench.machine.sampled.policy_versions == []
 
 
-def test_streamed_turn_with_penalties_fails_rather_than_resume_wrongly() -> None:
+def test_a_streamed_turn_with_penalties_fails_instead_of_resuming_wrongly() -> None:
     bench = running(frequency_penalty=0.5)
     bench.sample(0, 1, finish=ABORT)
     assert isinstance(bench.machine.error, EngineUnavailable)
 
 
-def test_streamed_turn_with_a_grammar_fails_rather_than_resume_wrongly() -> None:
+def test_a_streamed_turn_with_a_grammar_fails_instead_of_resuming_wrongly() -> None:
     bench = running(grammar=OutputGrammar("regex", "a+"))
     bench.sample(0, 1, finish=ABORT)
     assert bench.machine.state is GenerationState.VOID
     assert isinstance(bench.machine.error, EngineUnavailable)
-    assert bench.said(WakeReaders)
+    assert bench.actions_of(WakeReaders)
 
 
-def test_streamed_turn_that_cannot_resume_is_sampled_anew_for_a_retry_who_saw_nothing() -> None:
+def test_a_streamed_turn_that_cannot_resume_restarts_for_a_retry_that_saw_no_token() -> None:
     bench = running(grammar=OutputGrammar("regex", "a+"))
     bench.sample(0, 1)
     bench.step(ReaderLeft())
@@ -397,7 +397,7 @@ def test_streamed_turn_that_cannot_resume_is_sampled_anew_for_a_retry_who_saw_no
     assert bench.machine.context() == PROMPT
 
 
-def test_full_queue_is_avoided_and_tried_again_but_is_no_fault() -> None:
+def test_an_engine_with_a_full_queue_is_avoided_and_retried_and_not_at_fault() -> None:
     bench = running()
     bench.step(EngineAttemptFailed(0, "queue full", "overloaded"))
     assert bench.actions == [AvoidEngine(ENGINE.url), ChooseEngine(0)]
@@ -406,7 +406,7 @@ def test_full_queue_is_avoided_and_tried_again_but_is_no_fault() -> None:
     assert bench.machine.state is GenerationState.COMMITTED
 
 
-def test_likeliest_tokens_are_kept_over_legs_and_cut_at_max_tokens() -> None:
+def test_likeliest_tokens_are_kept_over_attempts_and_cut_at_max_tokens() -> None:
     bench = running(max_tokens=10)
     tops = [((-0.5, token),) for token in range(12)]
     bench.step(AttemptSampled(0, [1, 2], [0.0, 0.0], 0, ABORT, (), tops[:2]))
@@ -416,7 +416,7 @@ def test_likeliest_tokens_are_kept_over_legs_and_cut_at_max_tokens() -> None:
 
 
 class EndsAt:
-    """A matcher that hits at the n-th token."""
+    """A matcher with a hit at the n-th token."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -427,7 +427,7 @@ class EndsAt:
         return StopHit(self.num_tokens, "END") if self.seen >= self.num_tokens else None
 
 
-def test_stop_string_across_legs_ends_the_turn_and_aborts_the_leg() -> None:
+def test_a_stop_string_across_attempts_ends_the_turn_and_aborts_the_attempt() -> None:
     bench = Bench(stop=("END",))
     request = bench.machine.request
     machine = GenerationMachine(request, GenerationSettings(), "r", 0.0, lambda: EndsAt(3))
@@ -439,7 +439,7 @@ def test_stop_string_across_legs_ends_the_turn_and_aborts_the_leg() -> None:
     bench.sample(1, 3, 4)
     assert list(machine.sampled.token_ids) == [1, 2, 3]
     assert (machine.finish_reason, machine.matched_stop) == ("stop", "END")
-    assert bench.said(AbortAttempt)
+    assert bench.actions_of(AbortAttempt)
     assert machine.attempt_url == ENGINE.url
     bench.sample(1, 5, finish=ABORT)
     assert machine.is_settled
@@ -447,7 +447,7 @@ def test_stop_string_across_legs_ends_the_turn_and_aborts_the_leg() -> None:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_random_schedules_lose_and_double_no_token(seed: int) -> None:
+def test_random_schedules_lose_and_duplicate_no_token(seed: int) -> None:
     world = World(seed)
     world.step(Ticked())
     for _ in range(120):

@@ -1,4 +1,4 @@
-"""Sampled tokens with their version runs, and the current attempt's timeouts and resumption."""
+"""Sampled tokens with their version runs, and timeouts and resumption of the current attempt."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def test_tokens_of_one_version_and_two_engines_are_two_runs() -> None:
     assert tokens.policy_versions == [VersionRun(3, 2, 0), VersionRun(3, 1, 1)]
 
 
-def test_restated_runs_are_of_the_engine_whose_leg_it_is() -> None:
+def test_restated_runs_belong_to_the_engine_of_the_attempt() -> None:
     tokens = SampledTokens()
     for engine in ("http://a", "http://b"):
         tokens.begin_attempt(engine)
@@ -70,13 +70,13 @@ def test_restated_runs_are_of_the_engine_whose_leg_it_is() -> None:
     assert tokens.policy_versions == [VersionRun(3, 2, 0), VersionRun(3, 1, 1), VersionRun(4, 1, 1)]
 
 
-def test_restated_runs_replace_those_behind_the_offset() -> None:
+def test_restated_runs_replace_those_after_the_offset() -> None:
     tokens = sampled(1, 2, 2)
     tokens.restate(1, (VersionRun(1, 1), VersionRun(2, 1)))
     assert tokens.policy_versions == [VersionRun(1, 2), VersionRun(2, 1)]
 
 
-def test_runs_that_do_not_add_up_are_not_believed() -> None:
+def test_inconsistent_runs_are_ignored() -> None:
     tokens = sampled(1, 2)
     tokens.restate(0, (VersionRun(5, 1),))
     assert tokens.policy_versions == [VersionRun(1, 1), VersionRun(2, 1)]
@@ -96,13 +96,13 @@ def attempt(*, stream: bool = True) -> EngineAttempt:
     return EngineAttempt(StartAttempt(0, "r.0", "http://a", 100, "0", stream), ENGINE, 0, 0.0)
 
 
-def test_plain_leg_may_be_silent_for_as_long_as_its_tokens_take() -> None:
+def test_the_silence_limit_of_a_plain_attempt_grows_with_its_tokens() -> None:
     assert attempt().is_silent(60.0, 60.0)
     assert not attempt(stream=False).is_silent(69.9, 60.0)
     assert attempt(stream=False).is_silent(70.0, 60.0)
 
 
-def test_aborts_are_repeated_ever_later_within_bounds() -> None:
+def test_aborts_are_repeated_at_growing_bounded_intervals() -> None:
     aborted = attempt()
     assert aborted.abort(0.0, 0.0) == ABORT
     assert aborted.phase is AttemptPhase.ABORTING
@@ -114,7 +114,7 @@ def test_aborts_are_repeated_ever_later_within_bounds() -> None:
         assert aborted.abort(0.0, now_s) == ABORT
 
 
-def test_leg_is_deaf_when_its_first_abort_is_long_ago() -> None:
+def test_an_attempt_ignores_aborts_when_its_first_abort_is_long_ago() -> None:
     aborted = attempt()
     aborted.abort(1.0, 1.0)
     aborted.abort(5.0, 5.0)
@@ -131,31 +131,31 @@ def test_leg_is_deaf_when_its_first_abort_is_long_ago() -> None:
         {"grammar": OutputGrammar("regex", "a+")},
     ],
 )
-def test_what_counts_its_own_output_cannot_be_resumed(fields: dict[str, Any]) -> None:
+def test_settings_that_depend_on_earlier_output_cannot_be_resumed(fields: dict[str, Any]) -> None:
     assert not is_resumable(SamplingParams(max_tokens=1, **fields))
 
 
-def test_what_looks_at_each_place_alone_can_be_resumed() -> None:
+def test_settings_that_apply_to_each_token_alone_can_be_resumed() -> None:
     params = SamplingParams(
         max_tokens=1, temperature=0.5, min_p=0.1, logit_bias=((1, 2.0),), seed=3, stop=("a",)
     )
     assert is_resumable(params)
 
 
-def test_turn_leaves_an_engine_that_is_to_be_updated_and_goes_on_elsewhere() -> None:
+def test_a_turn_leaves_an_engine_before_its_update_and_continues_elsewhere() -> None:
     bench = running()
     bench.sample(0, 1)
     assert bench.step(UpdateBegun("http://other")) == []
     assert bench.step(UpdateBegun(ENGINE.url)) == [AbortAttempt(0, "r.0", ENGINE.url)]
     assert bench.step(UpdateBegun(ENGINE.url)) == []
     bench.sample(0, 2, finish=CUT)
-    assert bench.said(ChooseEngine)
+    assert bench.actions_of(ChooseEngine)
     [start] = bench.step(EngineChosen("http://b", "i1", 1))
     assert isinstance(start, StartAttempt)
     assert (start.url, bench.machine.context()) == ("http://b", [*PROMPT, 1, 2])
 
 
-def test_abort_for_an_update_is_repeated_though_the_turns_own_time_stands_still() -> None:
+def test_an_abort_for_an_update_is_repeated_while_the_turns_time_is_paused() -> None:
     bench = running()
     bench.step(UpdateBegun(ENGINE.url))
     bench.step(FleetMoved(is_paused=True))
@@ -165,7 +165,7 @@ def test_abort_for_an_update_is_repeated_though_the_turns_own_time_stands_still(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_turn_that_cannot_resume_ends_at_its_engine_before_the_update(stream: bool) -> None:
+def test_a_turn_that_cannot_resume_ends_at_its_engine_before_the_update(stream: bool) -> None:
     bench = Bench(stream=stream, grammar=OutputGrammar("regex", "a+"))
     bench.step(ReaderJoined())
     bench.step(ENGINE)
@@ -175,26 +175,26 @@ def test_turn_that_cannot_resume_ends_at_its_engine_before_the_update(stream: bo
     assert bench.machine.num_legs == 1
 
 
-def test_streamed_turn_that_cannot_resume_begins_anew_if_nothing_of_it_was_seen() -> None:
+def test_a_streamed_turn_that_cannot_resume_restarts_if_no_token_was_read() -> None:
     bench = running(grammar=OutputGrammar("regex", "a+"))
     bench.step(UpdateBegun(ENGINE.url))
     bench.sample(0, finish=CUT)
-    assert bench.said(ChooseEngine)
+    assert bench.actions_of(ChooseEngine)
     assert bench.machine.state is GenerationState.RUNNING
 
 
-def test_turn_that_an_update_cuts_again_and_again_is_not_given_up() -> None:
+def test_a_turn_that_updates_cut_repeatedly_is_not_given_up() -> None:
     bench = running()
     for attempt in range(100):
         bench.step(UpdateBegun(ENGINE.url))
         bench.sample(attempt, finish=CUT)
-        assert bench.said(ChooseEngine) == [ChooseEngine(0)]
+        assert bench.actions_of(ChooseEngine) == [ChooseEngine(0)]
         bench.step(ENGINE)
     bench.sample(100, 1, finish=Finish("stop"))
     assert bench.machine.state is GenerationState.COMMITTED
 
 
-def test_adapter_of_the_chosen_engine_goes_with_the_leg() -> None:
+def test_an_attempt_uses_the_adapter_of_its_engine() -> None:
     bench = running()
     bench.sample(0, 1, finish=CUT)
     [start] = bench.step(EngineChosen("http://b", "i1", 1, "rollmesh-v1"))
@@ -202,7 +202,7 @@ def test_adapter_of_the_chosen_engine_goes_with_the_leg() -> None:
     assert start.adapter == "rollmesh-v1"
 
 
-def test_streamed_turn_that_cannot_resume_stays_with_an_engine_that_others_have_left() -> None:
+def test_a_streamed_turn_that_cannot_resume_stays_at_an_engine_that_others_have_left() -> None:
     bench = running(grammar=OutputGrammar("regex", "a+"))
     bench.sample(0, 1)
     assert bench.step(EngineLost(ENGINE.url)) == []
@@ -210,10 +210,10 @@ def test_streamed_turn_that_cannot_resume_stays_with_an_engine_that_others_have_
     assert bench.machine.state is GenerationState.COMMITTED
 
 
-def test_turn_that_cannot_resume_begins_anew_elsewhere_where_nobody_saw_of_it() -> None:
+def test_a_turn_that_cannot_resume_restarts_elsewhere_if_no_token_was_read() -> None:
     bench = Bench(stream=False, grammar=OutputGrammar("regex", "a+"))
     bench.step(ReaderJoined())
     bench.step(ENGINE)
     bench.step(EngineLost(ENGINE.url))
-    assert bench.said(DropAttempt)
-    assert bench.said(ChooseEngine)
+    assert bench.actions_of(DropAttempt)
+    assert bench.actions_of(ChooseEngine)

@@ -1,4 +1,4 @@
-"""Agents that spell their histories differently in every turn."""
+"""Agents that write their histories differently in every turn."""
 
 import random
 from typing import Any
@@ -23,7 +23,7 @@ ANSWERS = (
 
 
 class Respelling:
-    """Writes the same messages in another way each time, as real agents do."""
+    """Writes the same messages differently each time, as real agents do."""
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
@@ -74,10 +74,10 @@ async def converse(session: Session, agent: Respelling, num_turns: int) -> None:
     messages: list[Message] = [{"role": "system"}, {"role": "user", "content": "go"}]
     for n in range(num_turns):
         _, answer = await call(session, agent.turn(messages))
-        said: Message = {"role": "assistant", "content": answer.content}
+        message: Message = {"role": "assistant", "content": answer.content}
         if answer.reasoning:
-            said["reasoning_content"] = answer.reasoning
-        messages.append(said)
+            message["reasoning_content"] = answer.reasoning
+        messages.append(message)
         if not answer.tool_calls:
             messages.append({"role": "user", "content": f"{n}"})
             continue
@@ -85,7 +85,7 @@ async def converse(session: Session, agent: Respelling, num_turns: int) -> None:
             {"id": made.id, "function": {"name": made.name, "arguments": made.arguments}}
             for made in answer.tool_calls
         ]
-        said["tool_calls"] = calls
+        message["tool_calls"] = calls
         messages += [
             {"role": "tool", "tool_call_id": made.id, "content": f"{n}"}
             for made in answer.tool_calls

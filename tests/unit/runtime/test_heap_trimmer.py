@@ -13,29 +13,29 @@ from rollmesh.runtime.heap_trimmer import (
 from rollmesh.testing.clock import FakeClock
 
 
-def test_much_that_was_freed_is_given_back_at_once() -> None:
+def test_many_freed_bytes_are_returned_at_once() -> None:
     plan = TrimPlan()
     assert not plan.is_due(MIN_FREED_BYTES - 1, 100.0)
     assert plan.is_due(MIN_FREED_BYTES, 100.1)
 
 
-def test_trims_keep_their_distance() -> None:
+def test_trims_have_a_minimum_interval() -> None:
     plan = TrimPlan()
     plan.trimmed(0, 100.0)
     assert not plan.is_due(10 * MIN_FREED_BYTES, 100.0 + MIN_INTERVAL_S - 0.1)
     assert plan.is_due(10 * MIN_FREED_BYTES, 100.0 + MIN_INTERVAL_S)
 
 
-def test_the_rest_is_given_back_once_nothing_more_is_freed() -> None:
+def test_the_rest_is_returned_when_nothing_more_is_freed() -> None:
     plan = TrimPlan()
     assert not plan.is_due(SOME_FREED_BYTES, 100.0)
     assert not plan.is_due(
         SOME_FREED_BYTES + 1, 100.0 + SETTLED_S
-    )  # some more was freed: not settled yet
+    )  # more was freed, so the heap has not settled
     assert plan.is_due(SOME_FREED_BYTES + 1, 100.0 + 2 * SETTLED_S)
 
 
-def test_what_was_given_back_is_not_given_back_again() -> None:
+def test_returned_bytes_are_not_returned_again() -> None:
     plan = TrimPlan()
     plan.is_due(MIN_FREED_BYTES, 100.0)
     plan.trimmed(MIN_FREED_BYTES, 100.0)
@@ -59,7 +59,7 @@ def figures(kept: HeapTrimmer) -> dict[str, float]:
     return {figure.name: figure.value for figure in kept.figures()}
 
 
-def test_a_turn_trims_when_it_is_due_and_the_figures_tell() -> None:
+def test_a_due_trim_runs_and_is_in_the_metrics() -> None:
     library, clock = Library(), FakeClock(100.0)
     kept = HeapTrimmer(clock, Heap(lambda: library))
     kept.turn()
@@ -67,12 +67,12 @@ def test_a_turn_trims_when_it_is_due_and_the_figures_tell() -> None:
     note_freed(MIN_FREED_BYTES)
     kept.turn()
     kept.turn()
-    told = figures(kept)
-    assert (len(library.threads), told["trims_total"], told["trim_on"]) == (1, 1, True)
-    assert 0 < told["trim_last_seconds"] == told["trim_worst_seconds"]
+    values = figures(kept)
+    assert (len(library.threads), values["trims_total"], values["trim_on"]) == (1, 1, True)
+    assert 0 < values["trim_last_seconds"] == values["trim_worst_seconds"]
 
 
-def test_the_keepers_thread_trims_and_ends() -> None:
+def test_the_trimmers_thread_trims_and_ends() -> None:
     library = Library()
     kept = HeapTrimmer(FakeClock(100.0), Heap(lambda: library))
     note_freed(MIN_FREED_BYTES)
@@ -85,7 +85,7 @@ def test_the_keepers_thread_trims_and_ends() -> None:
     assert "keeper" not in [each.name for each in threading.enumerate()]
 
 
-def test_where_nothing_can_be_trimmed_the_keeper_goes_on() -> None:
+def test_without_malloc_trim_the_trimmer_does_nothing() -> None:
     kept = HeapTrimmer(FakeClock(), Heap(object))
     note_freed(MIN_FREED_BYTES)
     kept.start()

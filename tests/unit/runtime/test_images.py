@@ -1,4 +1,4 @@
-"""Images are stored once, no longer than they are used, and never confused."""
+"""Images are stored once, only while they are used, and never confused."""
 
 import base64
 import gc
@@ -17,12 +17,12 @@ from tests.disks import lose_files
 
 
 def shot(number: int, num_bytes: int = 3000) -> str:
-    """The address of a screenshot, new for each number."""
+    """Return the address of a screenshot, different for each number."""
     raw = b"\x89PNG" + random.Random(number).randbytes(num_bytes)
     return "data:image/png;base64," + base64.b64encode(raw).decode()
 
 
-def test_equal_images_are_one_and_go_with_their_last_holder() -> None:
+def test_equal_images_are_stored_once_and_freed_with_their_last_holder() -> None:
     one, two = hold_image(shot(1)), hold_image(shot(1))
     assert one is two
     assert (one.text(), one.num_bytes) == (shot(1), len(shot(1)))
@@ -32,7 +32,7 @@ def test_equal_images_are_one_and_go_with_their_last_holder() -> None:
     assert seen() is None
 
 
-def test_an_address_that_was_seen_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_address_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     held = hold_image(shot(1))
     with monkeypatch.context() as patch:
         patch.setattr(base64, "b64decode", None)
@@ -46,9 +46,7 @@ def test_one_image_under_two_addresses_is_one() -> None:
 
 
 @pytest.mark.parametrize("is_spilled", [False, True])
-def test_no_image_passes_for_another_though_their_hashes_collide(
-    tmp_path: Path, is_spilled: bool
-) -> None:
+def test_images_with_colliding_hashes_are_not_confused(tmp_path: Path, is_spilled: bool) -> None:
     class Colliding(str):
         __slots__ = ()
 
@@ -68,7 +66,7 @@ def test_no_image_passes_for_another_though_their_hashes_collide(
     store.close()
 
 
-def test_an_image_that_the_disk_has_lost_is_held_anew_where_it_is_shown_again(
+def test_an_image_that_the_disk_has_lost_is_stored_again_when_it_recurs(
     tmp_path: Path,
 ) -> None:
     store = BlobStore()
@@ -85,7 +83,7 @@ def test_an_image_that_the_disk_has_lost_is_held_anew_where_it_is_shown_again(
     store.close()
 
 
-def test_an_image_whose_bytes_are_an_address_does_not_pass_for_what_is_there() -> None:
+def test_an_image_whose_bytes_are_an_address_is_not_confused_with_its_target() -> None:
     address = "https://example.com/b.png"
     bytes_alike = f"data:image/png;base64,{base64.b64encode(address.encode()).decode()}"
     table = ImageTable(blobs.store)
@@ -96,7 +94,7 @@ def test_an_image_whose_bytes_are_an_address_does_not_pass_for_what_is_there() -
     assert table.hold(address).text() == address
 
 
-def test_an_image_elsewhere_is_held_as_its_address() -> None:
+def test_a_remote_image_is_stored_as_its_address() -> None:
     table = ImageTable(blobs.store)
     table.allow_hosts(["example.com"])
     image = table.hold("https://Example.com/a.png")
@@ -120,7 +118,7 @@ def test_other_addresses_are_refused(address: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["aW", "a?o=", "aWo=\n", "a\u00e4o=", 'aWo="', "=aWo"])
-def test_garbled_base64_is_refused_and_not_held(text: str) -> None:
+def test_invalid_base64_is_refused_and_not_stored(text: str) -> None:
     before = len(images)
     for _ in range(2):
         with pytest.raises(ValueError, match="its base64 is invalid"):
@@ -141,7 +139,7 @@ def test_garbled_base64_is_refused_and_not_held(text: str) -> None:
         "http://images.example /a.png",
     ],
 )
-def test_an_image_at_a_host_that_is_not_allowed_is_refused(address: str) -> None:
+def test_an_image_at_a_forbidden_host_is_refused(address: str) -> None:
     table = ImageTable(blobs.store)
     table.allow_hosts(["images.example", "[::1]:8000"])
     assert table.hold("https://images.example/a.png?b").url

@@ -30,38 +30,48 @@ from rollmesh.runtime.conversation.message_trie import (
 )
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.history_world import Held, array_turn
-from tests.unit.runtime.session_world import MORE, SYSTEM, USER, Message, Say, open_session, said
+from tests.unit.runtime.history_world import StoredChat, array_turn
+from tests.unit.runtime.session_world import (
+    MORE,
+    SYSTEM,
+    USER,
+    Message,
+    Say,
+    assistant,
+    open_session,
+)
 
 NUM_WORDS = 10_000
 LONG: Message = {"role": "user", "content": [{"type": "text", "text": "word " * NUM_WORDS}]}
 
 
-def test_units_that_were_passed_are_let_go() -> None:
-    held = Held()
-    _, context = held.ask(array_turn(SYSTEM, USER))
-    held.say(context, said("4"))
-    match, _ = held.ask(array_turn(SYSTEM, USER, said("4"), MORE))
+def test_units_that_were_matched_are_released() -> None:
+    stored = StoredChat()
+    _, context = stored.ask(array_turn(SYSTEM, USER))
+    stored.answer(context, assistant("4"))
+    match, _ = stored.ask(array_turn(SYSTEM, USER, assistant("4"), MORE))
     lookup = match.lookup
     assert (lookup.num_units, lookup.units, lookup.pending) == (4, [msgspec.json.encode(MORE)], {})
 
 
-def test_a_unit_that_cannot_be_read_is_named_by_its_place_in_the_array() -> None:
-    held = Held()
-    _, context = held.ask(array_turn(SYSTEM, USER))
-    held.say(context, said("4"))
-    bad: Message = {"role": "nobody"}
+def test_an_unreadable_unit_is_named_by_its_position_in_the_array() -> None:
+    stored = StoredChat()
+    _, context = stored.ask(array_turn(SYSTEM, USER))
+    stored.answer(context, assistant("4"))
+    bad: Message = {"role": "wizard"}
     for known in (1, 2):
-        with pytest.raises(Exception, match=r"^messages\[4\]: unknown role 'nobody'"):
-            held.ask(array_turn(SYSTEM, USER, said("4"), MORE, bad))
-        assert held.ask(array_turn(SYSTEM, USER, said("4"), MORE))[0].is_held is (known == 2)
+        with pytest.raises(Exception, match=r"^messages\[4\]: unknown role 'wizard'"):
+            stored.ask(array_turn(SYSTEM, USER, assistant("4"), MORE, bad))
+        assert stored.ask(array_turn(SYSTEM, USER, assistant("4"), MORE))[0].is_held is (known == 2)
 
 
 @pytest.mark.parametrize("is_array", [False, True])
-async def test_nothing_of_a_request_is_held_while_its_turn_is_sampled(
+async def test_no_part_of_a_request_is_retained_while_its_turn_is_sampled(
     prompts: Prompts, say: Say, is_array: bool
 ) -> None:
-    """In a session's first turn, in a thread for a long text, and in a turn that extends it."""
+    """This includes the first turn of a session, a long text in a thread, and a turn that
+    extends it.
+    """
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts, 10**6)
     history: list[Message] = [SYSTEM, LONG]
@@ -72,7 +82,7 @@ async def test_nothing_of_a_request_is_held_while_its_turn_is_sampled(
         with ThreadPoolExecutor() as threads:
             asyncio.get_running_loop().set_default_executor(threads)
             (reply,) = await session.attach(asked)
-        await asyncio.sleep(0)  # the loop's stack holds what was awaited until then
+        await asyncio.sleep(0)  # the stack of the loop holds the awaited objects until then
         reply.join()
         del asked, units
         gc.collect()
@@ -83,13 +93,13 @@ async def test_nothing_of_a_request_is_held_while_its_turn_is_sampled(
         session.finish(reply)
         session.delivered(reply)
         reply.leave()
-        history += [said(answer), LONG]
+        history += [assistant(answer), LONG]
 
 
 START, END = MessageNode(None, b""), MessageNode(None, b"{}")
 
 
-def test_an_array_that_goes_on_is_known_by_its_beginning() -> None:
+def test_a_growing_array_is_found_by_its_prefix() -> None:
     prefixes = PrefixIndex()
     prefixes.add(None, START, b'[{"a":1}]', END, 1)
     found = prefixes.find(START, b'[{"a":1}, {"b":2}]')
@@ -99,7 +109,7 @@ def test_an_array_that_goes_on_is_known_by_its_beginning() -> None:
     assert list(found.rest(b'[{"a":1}]')) == []
 
 
-def test_other_beginnings_and_other_starts_are_not_known() -> None:
+def test_other_prefixes_and_other_start_nodes_are_not_found() -> None:
     prefixes = PrefixIndex()
     prefixes.add(None, START, b'[{"a":1}]', END, 1)
     assert prefixes.find(START, b'[{"a":2}]') is None
@@ -107,7 +117,7 @@ def test_other_beginnings_and_other_starts_are_not_known() -> None:
     assert prefixes.find(END, b'[{"a":1}]') is None
 
 
-def test_a_long_line_is_one_stretch_of_few_segments() -> None:
+def test_a_long_conversation_is_one_prefix_hash_of_few_segments() -> None:
     prefixes = PrefixIndex()
     array = b'[{"n":0}]'
     prefixes.add(None, START, array, END, 1)
@@ -121,7 +131,7 @@ def test_a_long_line_is_one_stretch_of_few_segments() -> None:
     assert len(known.segments) <= 16
 
 
-def test_the_newest_few_are_kept() -> None:
+def test_only_the_newest_prefix_hashes_are_kept() -> None:
     prefixes = PrefixIndex()
     arrays = [b'[{"n":%d}]' % n for n in range(MAX_PREFIX_HASHES + 1)]
     for array in arrays:
@@ -130,14 +140,14 @@ def test_the_newest_few_are_kept() -> None:
     assert all(prefixes.find(START, array) for array in arrays[1:])
 
 
-def test_space_before_the_bracket_is_no_known_beginning() -> None:
+def test_white_space_before_the_closing_bracket_prevents_a_match() -> None:
     prefixes = PrefixIndex()
     prefixes.add(None, START, b'[{"a":1} ]', END, 1)
     assert prefixes.find(START, b'[{"a":1} ]') is None
     assert list(split_array(b'[{"a":1} ]')) == [b'{"a":1}']
 
 
-def test_of_a_history_that_is_edited_at_each_turn_only_some_arrays_are_kept() -> None:
+def test_few_arrays_of_a_history_that_is_edited_at_each_turn_are_kept() -> None:
     prefixes = PrefixIndex()
     num_turns = 8 * MAX_PREFIX_HASHES
     known = []
@@ -152,7 +162,7 @@ def test_of_a_history_that_is_edited_at_each_turn_only_some_arrays_are_kept() ->
     )
 
 
-def test_a_history_that_is_edited_no_more_is_soon_known_again() -> None:
+def test_a_history_that_is_no_longer_edited_is_soon_found_again() -> None:
     prefixes = PrefixIndex()
     for n in range(3 * MAX_PREFIX_HASHES + 1):
         prefixes.add(None, START, b'[{"n":%d}]' % n, END, 1)
@@ -170,17 +180,17 @@ print(key_of(b'a' * 9000, b'b'), unit_key(b'c' * 9000))
 """
 
 
-def test_another_process_knows_a_text_by_the_same_key() -> None:
+def test_keys_are_equal_in_all_processes() -> None:
     for salt in ("1", "2"):
         env = {**os.environ, "PYTHONHASHSEED": salt}
-        told = subprocess.run(
+        program = subprocess.run(
             [sys.executable, "-c", PROGRAM], env=env, stdout=subprocess.PIPE, check=True
         )
         keys = key_of(b"a" * 9000, b"b"), unit_key(b"c" * 9000)
-        assert tuple(map(int, told.stdout.split())) == keys
+        assert tuple(map(int, program.stdout.split())) == keys
 
 
-def test_texts_that_differ_anywhere_have_other_keys() -> None:
+def test_texts_that_differ_anywhere_have_different_keys() -> None:
     text = b"x" * (3 * TAIL_BYTES)
     others = [text[:at] + b"y" + text[at + 1 :] for at in range(0, len(text), 511)]
     all_texts = [text, text + b"x", *others]
@@ -188,13 +198,13 @@ def test_texts_that_differ_anywhere_have_other_keys() -> None:
     assert len({unit_key(each) for each in all_texts}) == len(all_texts)
 
 
-def test_two_units_of_one_length_and_crc_have_other_keys() -> None:
+def test_two_units_of_one_length_and_crc_have_different_keys() -> None:
     # "plumless" and "buckeroo" are a known collision of CRC-32.
     assert zlib.crc32(b"plumless") == zlib.crc32(b"buckeroo")
     assert unit_key(b"plumless") != unit_key(b"buckeroo")
 
 
-def test_bytes_that_move_from_one_part_to_the_next_change_the_key() -> None:
+def test_moving_a_byte_to_the_next_part_changes_the_key() -> None:
     assert len({key_of(b"ab", b"c"), key_of(b"a", b"bc"), key_of(b"abc"), key_of(b"abc", b"")}) == 4
 
 
@@ -206,14 +216,14 @@ OLD: Message = {"role": "tool", "tool_call_id": "c", "content": "[an older scree
 
 
 def shot(number: int, role: str = "tool", num_bytes: int = MIN_UNIT_BYTES) -> Message:
-    """A message with a screenshot."""
+    """Return a message with a screenshot."""
     shown = base64.b64encode(bytes([number]) * num_bytes).decode()
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{shown}"}}
     return {"role": role, "content": [{"type": "text", "text": f"look {number}"}, image]}
 
 
 class Reader:
-    """Parses chat units, and counts those of some length."""
+    """Parses chat units, and counts the long ones."""
 
     def __init__(self) -> None:
         self.num_long = 0
@@ -224,25 +234,27 @@ class Reader:
         return read_chat(raw, position)
 
 
-def ask(held: Held, read: Reader, *messages: Message) -> list[ChatMessage]:
-    """Request and answer; returns what was new of the request."""
-    match, context = held.ask(
+def ask(stored: StoredChat, read: Reader, *messages: Message) -> list[ChatMessage]:
+    """Request and answer; return the new messages of the request."""
+    match, context = stored.ask(
         Turn(messages=[], messages_raw=msgspec.json.encode(messages), read=read)
     )
-    held.say(context, said("4"))
+    stored.answer(context, assistant("4"))
     return match.new
 
 
-def test_screenshots_behind_an_edit_are_not_read_again() -> None:
-    held, read = Held(), Reader()
-    ask(held, read, SYSTEM, shot(0), said("4"), shot(1))
+def test_screenshots_after_an_edit_are_not_parsed_again() -> None:
+    stored, read = StoredChat(), Reader()
+    ask(stored, read, SYSTEM, shot(0), assistant("4"), shot(1))
     assert read.num_long == 2
-    told = ask(held, read, SYSTEM, OLD, said("4"), shot(1), said("4"), shot(2))
+    new_messages = ask(stored, read, SYSTEM, OLD, assistant("4"), shot(1), assistant("4"), shot(2))
     assert read.num_long == 3, "only the newest"
-    assert [m for m in told if m.images()] == [
+    assert [m for m in new_messages if m.images()] == [
         read_message(msgspec.json.encode(shot(n)), 0) for n in (1, 2)
     ]
-    assert all(m.images()[0] is held.history.images[m.images()[0].digest] for m in told[-1:])
+    assert all(
+        m.images()[0] is stored.history.images[m.images()[0].digest] for m in new_messages[-1:]
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,23 +265,23 @@ def test_screenshots_behind_an_edit_are_not_read_again() -> None:
         pytest.param({"role": "user", "content": "x" * 2 * MIN_UNIT_BYTES}, id="a text"),
     ],
 )
-def test_other_units_are_read_anew(message: Message) -> None:
-    held, read = Held(), Reader()
-    ask(held, read, SYSTEM, USER, said("4"), message, shot(1))
+def test_other_units_are_parsed_again(message: Message) -> None:
+    stored, read = StoredChat(), Reader()
+    ask(stored, read, SYSTEM, USER, assistant("4"), message, shot(1))
     assert read.num_long == 1 + (len(msgspec.json.encode(message)) >= MIN_UNIT_BYTES)
     before = read.num_long
-    ask(held, read, SYSTEM, OLD, said("4"), message, shot(1))
+    ask(stored, read, SYSTEM, OLD, assistant("4"), message, shot(1))
     assert read.num_long == before + (len(msgspec.json.encode(message)) >= MIN_UNIT_BYTES)
 
 
-def test_another_reader_reads_for_himself() -> None:
-    held, one, other = Held(), Reader(), Reader()
-    ask(held, one, SYSTEM, USER, said("4"), shot(1))
-    ask(held, other, SYSTEM, OLD, said("4"), shot(1))
+def test_each_parser_has_its_own_cache_entries() -> None:
+    stored, one, other = StoredChat(), Reader(), Reader()
+    ask(stored, one, SYSTEM, USER, assistant("4"), shot(1))
+    ask(stored, other, SYSTEM, OLD, assistant("4"), shot(1))
     assert (one.num_long, other.num_long) == (1, 1)
 
 
-def test_the_newest_units_are_known() -> None:
+def test_the_newest_units_are_cached() -> None:
     (message,) = read_chat(msgspec.json.encode(shot(1)), 0)
     images = {image.digest: image for image in message.images()}
     parse_cache = ParseCache(images)

@@ -15,7 +15,7 @@ from rollmesh.runtime.tokens.tokenizer import Tokenizer
 def read(
     tokenizer: Tokenizer, chunks: list[list[int]], stop: tuple[str, ...]
 ) -> tuple[str, ParsedReply]:
-    """The joined pieces, and the answer."""
+    """Return the joined pieces and the answer."""
     reader = PlainTextParser(tokenizer, tokenizer.encode("<|im_end|>"), stop)
     deltas = [reader.feed(chunk) for chunk in chunks]
     last = reader.end(sum(map(len, chunks)))
@@ -23,7 +23,7 @@ def read(
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("sampled", "expected"),
     [
         (" <think> a ", " <think> a "),
         ("a STOP b", "a "),
@@ -31,16 +31,18 @@ def read(
         ("\u00e9<|im_end|>", "\u00e9"),
     ],
 )
-def test_all_is_text_up_to_a_stop_string(tokenizer: Tokenizer, said: str, told: str) -> None:
-    pieces, answer = read(tokenizer, [tokenizer.encode(said)], ("STOP",))
-    assert pieces == answer.content == told
+def test_everything_before_a_stop_string_is_text(
+    tokenizer: Tokenizer, sampled: str, expected: str
+) -> None:
+    pieces, answer = read(tokenizer, [tokenizer.encode(sampled)], ("STOP",))
+    assert pieces == answer.content == expected
 
 
 @given(st.text(alphabet="aSTOP \u00e9\n"), st.lists(st.integers(1, 5)))
-def test_the_pieces_fold_to_the_answer_however_they_are_cut(
-    tokenizer: Tokenizer, said: str, sizes: list[int]
+def test_the_pieces_add_up_to_the_answer_however_they_are_split(
+    tokenizer: Tokenizer, sampled: str, sizes: list[int]
 ) -> None:
-    ids, chunks = tokenizer.encode(said), []
+    ids, chunks = tokenizer.encode(sampled), []
     for size in sizes:
         chunks.append(ids[:size])
         ids = ids[size:]
@@ -48,7 +50,7 @@ def test_the_pieces_fold_to_the_answer_however_they_are_cut(
     assert (
         ParsedReply(pieces)
         == answer
-        == read(tokenizer, [tokenizer.encode(said)], ("STOP", "TOP "))[1]
+        == read(tokenizer, [tokenizer.encode(sampled)], ("STOP", "TOP "))[1]
     )
     assert "STOP" not in pieces
 
@@ -85,7 +87,7 @@ def fold(prompts: Prompts, options: ParseOptions, token_ids: Sequence[int]) -> P
     stop=st.sampled_from([(), ("Obs",)]),
     prefill=st.sampled_from(["", "<think>"]),
 )
-def test_a_finished_reply_says_what_its_reader_tells(
+def test_a_finished_reply_equals_the_streamed_one(
     prompts: Prompts,
     tokenizer: Tokenizer,
     pieces: list[str],
@@ -101,9 +103,9 @@ def test_a_finished_reply_says_what_its_reader_tells(
     assert prompts.answer(options, ids) == fold(prompts, options, ids)
 
 
-@pytest.mark.parametrize("said", ["", " I guess 4\n", f"so{END}", f"{END}", f"a{END}b"])
-def test_content_alone_is_told_without_its_end_and_outer_white_space(
-    prompts: Prompts, tokenizer: Tokenizer, said: str
+@pytest.mark.parametrize("sampled", ["", " I guess 4\n", f"so{END}", f"{END}", f"a{END}b"])
+def test_plain_content_has_no_end_token_and_no_outer_white_space(
+    prompts: Prompts, tokenizer: Tokenizer, sampled: str
 ) -> None:
-    answer = prompts.answer(ParseOptions(), tokenizer.encode(said))
-    assert answer == ParsedReply(said.partition(END)[0].strip())
+    answer = prompts.answer(ParseOptions(), tokenizer.encode(sampled))
+    assert answer == ParsedReply(sampled.partition(END)[0].strip())

@@ -1,4 +1,4 @@
-"""Prompts extend sampled tokens exactly; frames give the same ids as the library."""
+"""Prompts extend sampled tokens exactly; frames produce the same ids as the library."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def chat(*messages: dict[str, object], tools: bytes = b"") -> Chat:
 
 
 def read(prompts: Prompts, ids: list[int], reads_calls: bool, prefix: str) -> ParsedReply:
-    """A finished reply."""
+    """Parse a finished reply."""
     reader = prompts.reader(ParseOptions((), reads_calls, prefix))
     reader.feed(ids)
     reader.end(len(ids))
@@ -45,18 +45,18 @@ MORE: dict[str, object] = {"role": "user", "content": "higher"}
 
 @pytest.mark.parametrize("which", ["prompts", "template_prompts"])
 @pytest.mark.parametrize("tools", [b"", TOOLS])
-def test_an_extension_gives_what_rendering_all_would_give(
+def test_an_extension_equals_rendering_the_whole_chat(
     which: str, tools: bytes, tokenizer: Tokenizer, request: pytest.FixtureRequest
 ) -> None:
     prompts: Prompts = request.getfixturevalue(which)
-    said = tokenizer.encode("I guess 4<|im_end|>")
+    sampled = tokenizer.encode("I guess 4<|im_end|>")
     first = prompts.first(chat(USER, tools=tools))
-    delta = prompts.extend(said, chat(MORE, tools=tools))
+    delta = prompts.extend(sampled, chat(MORE, tools=tools))
     whole = prompts.first(
         chat(USER, {"role": "assistant", "content": "I guess 4"}, MORE, tools=tools)
     )
     assert delta is not None
-    assert [*first, *said, *delta] == list(whole)
+    assert [*first, *sampled, *delta] == list(whole)
 
 
 @pytest.mark.parametrize("which", ["prompts", "template_prompts"])
@@ -70,12 +70,12 @@ def test_a_turn_cut_short_is_closed_first(
     assert text == "<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_foreign_assistant_messages_are_rendered_behind_a_fixed_prefix(
+def test_assistant_messages_of_other_models_are_rendered_after_a_fixed_prefix(
     prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
-    said = tokenizer.encode("I guess 4<|im_end|>")
+    sampled = tokenizer.encode("I guess 4<|im_end|>")
     foreign: dict[str, object] = {"role": "assistant", "content": "lower"}
-    delta = prompts.extend(said, chat(USER, foreign, MORE))
+    delta = prompts.extend(sampled, chat(USER, foreign, MORE))
     assert delta is not None
     assert tokenizer.decode(delta) == (
         "\n<|im_start|>user\nguess<|im_end|>\n<|im_start|>assistant\nlower<|im_end|>\n"
@@ -83,9 +83,9 @@ def test_foreign_assistant_messages_are_rendered_behind_a_fixed_prefix(
     )
 
 
-def test_tool_results_extend_like_users(prompts: Prompts, tokenizer: Tokenizer) -> None:
-    said = tokenizer.encode("x<|im_end|>")
-    delta = prompts.extend(said, chat({"role": "tool", "content": "42", "tool_call_id": "c"}))
+def test_tool_results_extend_like_user_messages(prompts: Prompts, tokenizer: Tokenizer) -> None:
+    sampled = tokenizer.encode("x<|im_end|>")
+    delta = prompts.extend(sampled, chat({"role": "tool", "content": "42", "tool_call_id": "c"}))
     assert delta is not None
     assert "<tool_response>\n42\n</tool_response>" in tokenizer.decode(delta)
 
@@ -102,13 +102,13 @@ def test_calls_get_ids_and_broken_ones_stay_text(prompts: Prompts, tokenizer: To
     assert read(prompts, ids, False, "x").content == f"so {good}{broken}"
 
 
-def test_reasoning_is_told_from_content(prompts: Prompts, tokenizer: Tokenizer) -> None:
+def test_reasoning_is_separated_from_content(prompts: Prompts, tokenizer: Tokenizer) -> None:
     answer = read(prompts, tokenizer.encode("<think>\nhm\n</think>\n\n4<|im_end|>"), False, "x")
     assert (answer.reasoning, answer.content) == ("hm", "4")
 
 
 @pytest.mark.parametrize(
-    ("said", "content", "reasoning"),
+    ("sampled", "content", "reasoning"),
     [
         ("<think>why</think>A<tool_call>B", "A<tool_call>B", "why"),
         ("<think>why<tool_call>B", "", "why<tool_call>B"),
@@ -116,27 +116,27 @@ def test_reasoning_is_told_from_content(prompts: Prompts, tokenizer: Tokenizer) 
         ("<think>\nwas cut ", "", "was cut"),
     ],
 )
-def test_nothing_that_was_said_is_lost_where_calls_are_not_read(
-    prompts: Prompts, tokenizer: Tokenizer, said: str, content: str, reasoning: str
+def test_nothing_is_lost_where_calls_are_not_parsed(
+    prompts: Prompts, tokenizer: Tokenizer, sampled: str, content: str, reasoning: str
 ) -> None:
-    answer = read(prompts, tokenizer.encode(said), False, "call")
+    answer = read(prompts, tokenizer.encode(sampled), False, "call")
     assert (answer.content, answer.reasoning) == (content, reasoning)
 
 
 @pytest.mark.parametrize(
-    ("choice", "said", "arguments"),
+    ("choice", "text", "arguments"),
     [
         (ToolChoice("named", "f"), ' {"a": 1}}\n</tool_call>', '{"a": 1}'),
         (ToolChoice("required"), ' {"a": 1}}\n</tool_call>', '{"a": 1}'),
     ],
 )
-def test_a_required_call_is_begun_for_the_model(
-    prompts: Prompts, tokenizer: Tokenizer, choice: ToolChoice, said: str, arguments: str
+def test_a_required_call_is_opened_for_the_model(
+    prompts: Prompts, tokenizer: Tokenizer, choice: ToolChoice, text: str, arguments: str
 ) -> None:
     prefill = prompts.prefill(choice, None, TOOLS)
     assert tokenizer.decode(prefill) == '<tool_call>\n{"name": "f", "arguments":'
     reader = prompts.reader(ParseOptions((), True, "c", prefill, TOOLS))
-    sampled = tokenizer.encode(said)
+    sampled = tokenizer.encode(text)
     delta = reader.feed(sampled)
     assert delta is not None
     assert delta.num_tokens == len(sampled), "a lead is not sampled"
@@ -150,7 +150,7 @@ def test_any_of_several_tools_may_be_called(prompts: Prompts, tokenizer: Tokeniz
     assert tokenizer.decode(prefill) == '<tool_call>\n{"name":'
 
 
-def test_a_free_turn_has_no_lead(prompts: Prompts) -> None:
+def test_a_turn_without_a_required_call_has_no_prefill(prompts: Prompts) -> None:
     assert prompts.prefill(ToolChoice(), None, TOOLS) == ()
     assert prompts.prefill(ToolChoice("none"), None, TOOLS) == ()
     assert prompts.prefill(ToolChoice("required"), None, b"") == ()
@@ -177,10 +177,10 @@ def test_an_opened_reasoning_is_closed_before_a_grammar_or_a_call(
     assert forced == '\n</think>\n\n<tool_call>\n{"name": "f", "arguments":'
 
 
-def test_a_turn_of_one_call_ends_with_it(prompts: Prompts, tokenizer: Tokenizer) -> None:
+def test_a_turn_of_one_call_ends_with_its_call(prompts: Prompts, tokenizer: Tokenizer) -> None:
     assert prompts.call_end_ids == (tokenizer.convert_tokens_to_ids("</tool_call>"),)
-    said = tokenizer.encode('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
-    delta = prompts.extend(said, chat({"role": "tool", "content": "42", "tool_call_id": "c"}))
+    sampled = tokenizer.encode('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+    delta = prompts.extend(sampled, chat({"role": "tool", "content": "42", "tool_call_id": "c"}))
     assert delta is not None
     assert tokenizer.decode(delta).startswith("<|im_end|>\n<|im_start|>user\n<tool_response>")
 
@@ -214,7 +214,7 @@ NEWS = st.lists(
     min_size=1,
     max_size=4,
 )
-SAID = st.sampled_from(
+REPLIES = st.sampled_from(
     [
         *(
             "I guess 4",
@@ -231,12 +231,12 @@ SAID = st.sampled_from(
 
 
 def renamed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the roles that templates know."""
+    """Return the messages with the roles that templates know."""
     return [{**message, "role": ROLES[message["role"]]} for message in messages]
 
 
 class Chats:
-    """Our prompts and the library's renderer over one tokenizer."""
+    """Rollmesh's prompts and the library's renderer over one tokenizer."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer: Tokenizer = load_tokenizer(folder)
@@ -260,22 +260,22 @@ def framed_chat(messages: list[dict[str, Any]], tools: bytes) -> Chat:
 
 
 @given(messages=NEWS, tools=st.sampled_from([b"", FRAME_TOOLS]))
-def test_a_first_prompt_is_what_the_library_renders(
+def test_a_first_prompt_equals_the_librarys(
     chats: Chats, messages: list[dict[str, Any]], tools: bytes
 ) -> None:
     assert list(chats.prompts.first(framed_chat(messages, tools))) == chats.render(messages, tools)
 
 
 @given(
-    turns=st.lists(st.tuples(SAID, st.booleans(), NEWS), min_size=1, max_size=12),
+    turns=st.lists(st.tuples(REPLIES, st.booleans(), NEWS), min_size=1, max_size=12),
     tools=st.sampled_from([b"", FRAME_TOOLS]),
 )
-def test_an_extension_is_what_the_library_bridges_over_all_history(
+def test_an_extension_equals_the_librarys_bridge_over_the_whole_history(
     chats: Chats, turns: list[tuple[str, bool, list[dict[str, Any]]]], tools: bytes
 ) -> None:
     history = chats.render([{"role": "user", "content": "go"}], tools)
-    for said, is_closed, news in turns:
-        sampled = chats.tokenizer.encode(said + ("<|im_end|>" if is_closed else ""))
+    for reply, is_closed, news in turns:
+        sampled = chats.tokenizer.encode(reply + ("<|im_end|>" if is_closed else ""))
         ours = chats.prompts.extend(sampled, framed_chat(news, tools))
         bridged = chats.family.renderer.bridge_to_next_turn(
             history, sampled, renamed(news), tools=json.loads(tools or b"null")
@@ -283,9 +283,9 @@ def test_an_extension_is_what_the_library_bridges_over_all_history(
         assert ours is not None
         history += [*sampled, *ours]
         if bridged is None:
-            # A turn that ended in its reasoning: the library would render everything again.
+            # For a turn that ended in its reasoning the library would render everything again.
             assert is_closed
-            assert "</think>" not in said
+            assert "</think>" not in reply
         else:
             assert bridged.token_ids == history
 
@@ -301,16 +301,16 @@ def test_an_extension_is_what_the_library_bridges_over_all_history(
     ),
     tools=st.sampled_from([b"", FRAME_TOOLS]),
 )
-def test_a_long_chat_grows_to_what_rendering_all_of_it_gives(
+def test_a_chat_grown_by_extensions_equals_its_complete_rendering(
     chats: Chats, turns: list[tuple[str, list[dict[str, str]], list[dict[str, Any]]]], tools: bytes
 ) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
     ids = list(chats.prompts.first(framed_chat(messages, tools)))
     for content, calls, news in turns:
-        said: dict[str, Any] = {"role": "assistant", "content": content}
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
-            said["tool_calls"] = [{"function": {"name": "f", "arguments": a}} for a in calls]
-        messages.append(said)
+            message["tool_calls"] = [{"function": {"name": "f", "arguments": a}} for a in calls]
+        messages.append(message)
         arguments = [json.dumps(a, ensure_ascii=False) for a in calls]
         head, tail = '<tool_call>\n{"name": "f", "arguments": ', "}\n</tool_call>"
         blocks = [f"{head}{text}{tail}" for text in arguments]

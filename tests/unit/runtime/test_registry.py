@@ -14,9 +14,10 @@ from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.chat import Turn
 from rollmesh.runtime.registry import MAX_REMEMBERED, Runtime
 from rollmesh.runtime.session import Session, SessionState
+from rollmesh.runtime.session_deps import SessionKeys
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.session_world import MORE, USER, call, said, turn
+from tests.unit.runtime.session_world import MORE, USER, assistant, call, turn
 
 GROUP = GroupId("r", 0)
 ROLLOUT = RolloutId(GROUP, 0)
@@ -57,7 +58,7 @@ async def test_the_end_of_a_group_leaves_nothing(prompts: Prompts) -> None:
     assert all(runtime.held()[what] > 0 for what in ("graph", "history"))
     num_held, num_freed = first.session.held_bytes, freed_bytes()
     runtime.cleanup_group(GROUP)
-    assert freed_bytes() - num_freed >= num_held  # so that a trim returns it
+    assert freed_bytes() - num_freed >= num_held  # a trim must be able to return this memory
     runtime.cleanup_group(GROUP)
     assert sum(runtime.held().values()) == 0
     assert first.session.state is SessionState.SEALED
@@ -67,7 +68,7 @@ async def test_the_end_of_a_group_leaves_nothing(prompts: Prompts) -> None:
     assert runtime.entries() == {"scopes": 1, "groups": 1, "doors": 2, "loans": 0}
 
 
-async def test_a_rollout_that_is_run_again_holds_nothing_of_the_run_before(
+async def test_a_rollout_that_is_run_again_retains_nothing_of_its_earlier_run(
     prompts: Prompts,
 ) -> None:
     runtime = new_runtime(prompts)
@@ -82,7 +83,7 @@ async def test_a_rollout_that_is_run_again_holds_nothing_of_the_run_before(
     assert caught.value.status == 410
 
 
-def test_a_rollout_of_its_own_ends_with_its_agent_and_a_groups_with_its_group(
+def test_an_ungrouped_rollout_ends_with_its_agent_and_a_grouped_one_with_its_group(
     prompts: Prompts,
 ) -> None:
     runtime, alone = new_runtime(prompts), RolloutId(GroupId("gw", 0), 0)
@@ -99,7 +100,7 @@ def test_a_rollout_of_its_own_ends_with_its_agent_and_a_groups_with_its_group(
     assert set(runtime.entries().values()) == {0}
 
 
-def test_who_asks_for_what_is_not_here_is_told_which_and_why(prompts: Prompts) -> None:
+def test_an_unavailable_trajectory_is_an_error_with_its_name_and_reason(prompts: Prompts) -> None:
     runtime = new_runtime(prompts)
     with pytest.raises(TrajectoryEnded, match="r/0/0 is not here: it was not registered"):
         runtime.resolve_trajectory(ROLLOUT)
@@ -113,7 +114,7 @@ def test_who_asks_for_what_is_not_here_is_told_which_and_why(prompts: Prompts) -
             ask()
 
 
-def test_names_of_what_has_ended_are_forgotten_in_the_end(prompts: Prompts) -> None:
+def test_names_of_ended_rollouts_are_eventually_forgotten(prompts: Prompts) -> None:
     runtime = new_runtime(prompts)
     for index in range(MAX_REMEMBERED + 1):
         runtime.register_trajectory(RolloutId(GROUP, index), SamplingPolicy(), 0)
@@ -124,7 +125,7 @@ def test_names_of_what_has_ended_are_forgotten_in_the_end(prompts: Prompts) -> N
         runtime.resolve_trajectory(RolloutId(GROUP, 1))
 
 
-async def test_nothing_of_an_ended_group_waits_for_the_collector(prompts: Prompts) -> None:
+async def test_an_ended_group_is_freed_without_the_garbage_collector(prompts: Prompts) -> None:
     sampler = ScriptedSampler(lambda _: [1, 2])
     sampler.keeps = False
     runtime = Runtime(sampler, prompts, 4096)
@@ -133,7 +134,7 @@ async def test_nothing_of_an_ended_group_waits_for_the_collector(prompts: Prompt
     gc.disable()
     try:
         _, answer = await call(opened.session, turn(USER))
-        reply, _ = await call(opened.session, turn(USER, said(answer.content), MORE))
+        reply, _ = await call(opened.session, turn(USER, assistant(answer.content), MORE))
         left: list[weakref.ref[object]] = [
             weakref.ref(opened.session),
             weakref.ref(reply.source.context),
@@ -145,8 +146,8 @@ async def test_nothing_of_an_ended_group_waits_for_the_collector(prompts: Prompt
         gc.enable()
 
 
-async def test_a_session_that_is_kept_holds_nothing_once_it_has_forgotten(prompts: Prompts) -> None:
-    """Gateways keep finished sessions this way."""
+async def test_a_kept_session_of_an_ended_group_retains_nothing(prompts: Prompts) -> None:
+    """Gateways keep finished sessions like this."""
     sampler = ScriptedSampler(lambda _: [1, 2])
     sampler.keeps = False
     runtime = Runtime(sampler, prompts, 4096)
@@ -163,7 +164,9 @@ async def test_a_session_that_is_kept_holds_nothing_once_it_has_forgotten(prompt
 
 
 async def test_ten_thousand_sessions_are_cheap(prompts: Prompts) -> None:
-    """60 MB before their first call, 120 MB after one of 1 KB each; a tenth of them here."""
+    """60 MB before their first call and 120 MB after one of 1 KB each; the test runs a tenth of
+    them.
+    """
     num_sessions, runtime = 1000, new_runtime(prompts)
     text = "a number " * 110
     gc.collect()
@@ -183,3 +186,28 @@ async def test_ten_thousand_sessions_are_cheap(prompts: Prompts) -> None:
         tracemalloc.stop()
     assert (empty - before) / num_sessions < 6_000
     assert (full - before) / num_sessions < 12_000
+
+
+def test_both_secrets_find_their_session_until_it_is_closed() -> None:
+    session_keys: SessionKeys[str] = SessionKeys()
+    one, other = session_keys.make("one"), session_keys.make("other")
+    assert [session_keys.find(secret) for secret in (one.api_key, one.path_secret)] == [
+        "one",
+        "one",
+    ]
+    session_keys.close(one.locks)
+    for secret in (one.api_key, one.path_secret, "", "\ud800"):
+        with pytest.raises(SessionError, match="no session here has it") as refused:
+            session_keys.find(secret)
+        assert refused.value.status == 401
+    assert session_keys.find(other.path_secret) == "other"
+
+
+def test_secrets_are_long_and_unique_and_not_stored() -> None:
+    session_keys: SessionKeys[str] = SessionKeys()
+    made = [session_keys.make("s") for _ in range(100)]
+    secrets = {secret for each in made for secret in (each.api_key, each.path_secret)}
+    assert len(secrets) == 200
+    assert min(map(len, secrets)) >= 43
+    kept = repr(vars(session_keys)) + repr([each.locks for each in made])
+    assert not any(secret in kept for secret in secrets)

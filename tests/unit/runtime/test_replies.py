@@ -21,28 +21,28 @@ from tests.unit.runtime.session_world import (
     MORE,
     USER,
     Say,
+    assistant,
     call,
     call_all,
     open_session,
-    said,
     trained,
     turn,
     with_fields,
 )
 
 
-async def test_an_answer_is_known_by_its_replys_name_and_by_its_number(
+async def test_an_answer_is_found_by_the_name_of_its_reply_and_by_its_number(
     prompts: Prompts, say: Say
 ) -> None:
     session = open_session(ScriptedSampler([say("4"), say("5")]), prompts)
     first, answer = await call(session, turn(USER))
-    second, _ = await call(session, turn(USER, said(answer.content), MORE))
+    second, _ = await call(session, turn(USER, assistant(answer.content), MORE))
     for reply in (first, second):
         assert session.node_of(reply.head.id) == session.node_of(reply.node) == reply.node
     assert first.node != second.node
 
 
-async def test_no_name_leads_to_a_call_that_has_no_answer_yet_nor_to_anothers(
+async def test_a_reply_without_an_answer_and_a_foreign_name_are_not_found(
     prompts: Prompts,
 ) -> None:
     session = open_session(ScriptedSampler(None), prompts)
@@ -66,7 +66,7 @@ async def test_choices_are_siblings_of_one_context_with_their_own_seeds(
     assert trained(session) == [(0, False, "stop")] * 3
 
 
-async def test_choices_under_the_clients_seed_differ_too(prompts: Prompts, say: Say) -> None:
+async def test_choices_with_a_client_seed_differ_too(prompts: Prompts, say: Say) -> None:
     sampler = ScriptedSampler(lambda _: say("4"))
     session = open_session(sampler, prompts, sampling=EVAL_SAMPLING)
     asked = with_fields(turn(USER), num_choices=2, sampling=RequestedSampling(seed=11))
@@ -83,19 +83,17 @@ async def test_a_marked_retry_gets_all_choices_again(prompts: Prompts, say: Say)
     assert session.num_calls == 2
 
 
-async def test_a_history_goes_on_from_the_choice_that_it_shows(prompts: Prompts, say: Say) -> None:
+async def test_a_history_continues_the_choice_that_it_contains(prompts: Prompts, say: Say) -> None:
     sampler = ScriptedSampler([say("4"), say("5"), say("6")])
     session = open_session(sampler, prompts)
     await call_all(session, with_fields(turn(USER), num_choices=2))
-    await call(session, turn(USER, said("4"), MORE))
+    await call(session, turn(USER, assistant("4"), MORE))
     assert not session.fork_report().forks
     session.seal("done")
     assert [row.parent for row in session.record().nodes] == [-1, 0, 0, 1, 3]
 
 
-async def test_a_failed_choice_takes_the_undelivered_others_along(
-    prompts: Prompts, say: Say
-) -> None:
+async def test_a_failed_choice_fails_the_undelivered_others(prompts: Prompts, say: Say) -> None:
     sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
     session = open_session(sampler, prompts)
     asked = with_fields(turn(USER), num_choices=3)
@@ -116,12 +114,12 @@ async def test_a_failed_choice_takes_the_undelivered_others_along(
 
 
 async def test_five_resends_of_a_delivered_turn_train_once(prompts: Prompts, say: Say) -> None:
-    """Codex does this when the end of a stream was lost: the same body, unmarked."""
+    """Codex does this when the end of a stream was lost: the same body, not marked as a retry."""
     answers = [say(str(n)) for n in range(7)]
     session = open_session(ScriptedSampler(answers), prompts)
     for _ in range(6):
         _, answer = await call(session, turn(USER))
-    await call(session, turn(USER, said(answer.content), MORE))
+    await call(session, turn(USER, assistant(answer.content), MORE))
     session.seal("done")
     nodes = session.record().nodes
     reasons = reasons_of(nodes, ["main"])
@@ -134,7 +132,7 @@ async def test_five_resends_of_a_delivered_turn_train_once(prompts: Prompts, say
     assert reasons.count("superseded") == 5
 
 
-async def test_a_delivered_turn_is_superseded_by_another_that_is_delivered_alone(
+async def test_a_delivered_turn_is_superseded_only_by_another_delivered_turn(
     prompts: Prompts, say: Say
 ) -> None:
     for num_good in (0, 1):
@@ -172,7 +170,7 @@ async def test_resends_of_a_cut_turn_resume_it(
     assert len(trained(session)) == 1
 
 
-async def test_a_cut_answer_that_is_shown_back_is_exact_context_and_does_not_train(
+async def test_a_cut_answer_sent_back_is_exact_context_and_does_not_train(
     prompts: Prompts, say: Say
 ) -> None:
     sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
@@ -182,7 +180,7 @@ async def test_a_cut_answer_that_is_shown_back_is_exact_context_and_does_not_tra
     sampler.generations[0].fail("lost", is_refused=True)
     with pytest.raises(SessionError):
         session.finish(cut)
-    (reply,) = await session.attach(turn(USER, said("I guess")))
+    (reply,) = await session.attach(turn(USER, assistant("I guess")))
     before = [*sampler.requests[0].prompt_ids, *say("I guess")[:-1]]
     assert list(sampler.requests[1].prompt_ids)[: len(before)] == before
     sampler.generations[1].end(*say("4"))
@@ -193,23 +191,25 @@ async def test_a_cut_answer_that_is_shown_back_is_exact_context_and_does_not_tra
 
 
 @pytest.mark.parametrize(
-    ("told", "is_full"),
+    ("message", "is_full"),
     [
         ("The input (10271 tokens) is longer than the model's context length (4096 tokens).", True),
         ("Requested token count exceeds the model's maximum context length of 4096 tokens.", True),
         ("Could not decode image", False),
     ],
 )
-def test_a_context_that_images_fill_is_told_as_a_full_context(told: str, is_full: bool) -> None:
-    """Only the engine counts image tokens; the texts are SGLang's."""
-    failure = failure_of(EngineRefused(f"http://e: HTTP 400: {told}"))
+def test_a_context_filled_by_images_is_reported_as_a_full_context(
+    message: str, is_full: bool
+) -> None:
+    """Only the engine counts image tokens; these are SGLang's messages."""
+    failure = failure_of(EngineRefused(f"http://e: HTTP 400: {message}"))
     assert (failure.status, failure.code) == (
         400,
         "context_length_exceeded" if is_full else "engine_refused",
     )
     line = "This model's maximum context length is exceeded, as its engine says: http://e: "
     assert str(failure).startswith(line) == is_full
-    assert str(failure).endswith(told)
+    assert str(failure).endswith(message)
 
 
 async def test_a_repeated_answer_has_its_stop_string_and_alternatives_again(
@@ -227,7 +227,7 @@ async def test_a_repeated_answer_has_its_stop_string_and_alternatives_again(
     assert (shown[0], same) == ("STOP", answer)
 
 
-async def test_a_cut_answer_never_stands_for_a_whole_one_of_the_same_text(
+async def test_a_cut_answer_is_not_confused_with_a_whole_one_of_the_same_text(
     prompts: Prompts, say: Say
 ) -> None:
     sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
@@ -241,13 +241,15 @@ async def test_a_cut_answer_never_stands_for_a_whole_one_of_the_same_text(
     sampler.generations[1].fail("lost", is_refused=True)
     with pytest.raises(SessionError):
         session.finish(cut)
-    await session.attach(turn(USER, said("4"), MORE))
+    await session.attach(turn(USER, assistant("4"), MORE))
     before = [*sampler.requests[0].prompt_ids, *say("4")]
     assert list(sampler.requests[2].prompt_ids)[: len(before)] == before
 
 
-async def test_a_session_whose_agent_went_for_good_is_idle(prompts: Prompts, say: Say) -> None:
-    """Otherwise it would never be forgotten: its last turn is void, or was never fetched."""
+async def test_a_session_whose_agent_left_for_good_is_idle(prompts: Prompts, say: Say) -> None:
+    """Otherwise the session would never be forgotten: its last turn is void or was never
+    fetched.
+    """
     clock = FakeClock()
     sampler = ScriptedSampler(None, GenerationSettings(retry_window_s=30.0), clock)
     session = open_session(sampler, prompts)
@@ -263,7 +265,7 @@ async def test_a_session_whose_agent_went_for_good_is_idle(prompts: Prompts, say
     assert [reply.is_ended for reply in session.sampling] == [True, True]
 
 
-async def test_a_failure_keeps_nobody_who_was_told_of_it(prompts: Prompts) -> None:
+async def test_a_failure_does_not_retain_its_callers(prompts: Prompts) -> None:
     sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
     session = open_session(sampler, prompts)
     (reply,) = await session.attach(turn(USER))
@@ -280,7 +282,7 @@ async def test_a_failure_keeps_nobody_who_was_told_of_it(prompts: Prompts) -> No
         session.finish(reply)
 
 
-async def test_aborted_calls_leave_nothing_once_their_time_is_over(
+async def test_aborted_calls_leave_nothing_after_their_retry_window(
     prompts: Prompts, say: Say
 ) -> None:
     def num_replies() -> int:
@@ -303,7 +305,7 @@ async def test_aborted_calls_leave_nothing_once_their_time_is_over(
     assert num_replies() - num_before == 1
 
 
-async def test_likeliest_tokens_are_kept_for_the_newest_replies_alone(
+async def test_likeliest_tokens_are_kept_for_the_newest_replies_only(
     prompts: Prompts, say: Say
 ) -> None:
     session = open_session(ScriptedSampler(), prompts)
@@ -333,7 +335,7 @@ async def test_the_same_body_attaches_while_it_is_undelivered(prompts: Prompts, 
 async def test_a_marked_retry_after_delivery_is_answered_again(prompts: Prompts, say: Say) -> None:
     session = open_session(ScriptedSampler([say("4")]), prompts)
     first, answer = await call(session, turn(USER))
-    assert first.answer is None  # it is parsed again from its tokens
+    assert first.answer is None  # the answer is parsed again from its tokens
     again, same = await call(session, turn(USER, is_retry=True))
     assert again is first
     assert same == answer
@@ -354,12 +356,12 @@ async def test_the_same_body_after_delivery_is_a_sibling_that_supersedes(
     assert sampler.requests[0].params.seed != sampler.requests[1].params.seed
 
 
-async def test_a_request_that_is_asked_again_is_sampled_after_the_same_tokens(
+async def test_a_repeated_request_is_sampled_after_the_same_tokens(
     prompts: Prompts, say: Say
 ) -> None:
     sampler = ScriptedSampler([say("4"), say("5"), say("4"), say("6")])
     session = open_session(sampler, prompts)
-    for asked in (turn(USER), turn(USER, said("4"), MORE)) * 2:
+    for asked in (turn(USER), turn(USER, assistant("4"), MORE)) * 2:
         await call(session, asked)
     before, again = sampler.requests[1], sampler.requests[3]
     assert list(before.prompt_ids) == list(again.prompt_ids)

@@ -25,10 +25,10 @@ from tests.unit.runtime.session_world import (
     USER,
     Message,
     Say,
+    assistant,
     call,
     open_session,
     restored_session,
-    said,
     trained,
     turn,
     with_fields,
@@ -36,7 +36,7 @@ from tests.unit.runtime.session_world import (
 
 
 def shape(session: Session) -> list[object]:
-    """The trie of a session: each node once, with its message and its graph node."""
+    """Return the trie of a session: each node once, with its message and its graph node."""
     history = session._conversation.history  # noqa: SLF001 - no public method shows it
     history.catch_up()
     found: dict[int, MessageNode] = {}
@@ -53,8 +53,8 @@ def shape(session: Session) -> list[object]:
     ]
 
 
-def told(session: Session) -> object:
-    """The record of a session as JSON values; seals the session."""
+def record_of(session: Session) -> object:
+    """Return the record of a session as comparable values; seals the session."""
     session.seal("done")
     record = session.record()
     return (
@@ -70,30 +70,31 @@ def told(session: Session) -> object:
 
 
 @pytest.mark.parametrize("seed", range(30))
-async def test_random_talks_go_on_as_if_nothing_had_happened(
+async def test_random_chats_continue_identically_after_restarts(
     prompts: Prompts, tokenizer: Tokenizer, seed: int
 ) -> None:
     event_writer = ListEventWriter()
-    calm = RandomAgent(prompts, tokenizer, seed)
-    shaken = RandomAgent(prompts, tokenizer, seed, event_writer=event_writer)
+    undisturbed = RandomAgent(prompts, tokenizer, seed)
+    restarted = RandomAgent(prompts, tokenizer, seed, event_writer=event_writer)
     for number in range(60):
-        await calm.step()
-        await shaken.step()
-        if number % 7 == seed % 7 and not shaken.session.sampling:
+        await undisturbed.step()
+        await restarted.step()
+        if number % 7 == seed % 7 and not restarted.session.sampling:
             event_writer.schedule_flush()
-            before = shaken.session
+            before = restarted.session
             event_writer = event_writer.next_process()
-            shaken.session = restored_session(before, event_writer)
-            assert shape(shaken.session) == shape(before)
-    assert told(shaken.session) == told(calm.session)
+            restarted.session = restored_session(before, event_writer)
+            assert shape(restarted.session) == shape(before)
+    assert record_of(restarted.session) == record_of(undisturbed.session)
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_a_kill_at_any_moment_leaves_a_session_that_knows_what_was_settled(
+async def test_a_kill_at_any_moment_leaves_a_session_with_all_settled_turns(
     prompts: Prompts, tokenizer: Tokenizer, seed: int
 ) -> None:
-    """Running generations are lost; prompts continue from exactly what was stored, or start
-    again."""
+    """Running generations are lost; prompts continue from exactly the stored tokens or start
+    again.
+    """
     event_writer = ListEventWriter()
     talks = RandomAgent(prompts, tokenizer, seed, event_writer=event_writer)
     for number in range(80):
@@ -104,7 +105,7 @@ async def test_a_kill_at_any_moment_leaves_a_session_that_knows_what_was_settled
             talks.session = restored_session(before, event_writer)
             known = {reply.node for replies in talks.session._replies.all() for reply in replies}  # noqa: SLF001 - likewise
             assert NO_NODE not in known
-    nodes = told(talks.session)
+    nodes = record_of(talks.session)
     assert nodes
 
 
@@ -121,7 +122,7 @@ async def test_fall_backs_are_counted_alike_after_a_restart(prompts: Prompts, sa
     for served in (7, 3, -1, 2, 2):
         sampler.policy_version = served
         await call(session, turn(*talk))
-        talk += [said("a"), MORE]
+        talk += [assistant("a"), MORE]
     assert session.num_fell_back == 2, "from 7 to 3 and from 3 to 2"
     after = restored_session(session, event_writer.next_process())
     assert after.num_fell_back == 2
@@ -130,7 +131,7 @@ async def test_fall_backs_are_counted_alike_after_a_restart(prompts: Prompts, sa
     assert after.num_fell_back == 3
 
 
-async def test_a_call_of_which_one_choice_alone_was_written_is_made_anew(
+async def test_a_call_with_only_one_written_choice_is_sampled_again(
     prompts: Prompts, say: Say
 ) -> None:
     event_writer = ListEventWriter()
@@ -153,7 +154,7 @@ async def test_a_call_of_which_one_choice_alone_was_written_is_made_anew(
     assert [finish for _, _, finish in trained(after)] == ["void", "stop", "stop"]
 
 
-async def test_an_answer_that_nobody_took_is_void_until_somebody_does(
+async def test_an_undelivered_answer_is_void_until_it_is_delivered(
     prompts: Prompts, say: Say
 ) -> None:
     event_writer = ListEventWriter()
@@ -172,7 +173,7 @@ async def test_an_answer_that_nobody_took_is_void_until_somebody_does(
     ] == ["stop"]
 
 
-async def test_a_repeated_answer_is_the_same_to_its_likeliest_tokens_and_stop_strings(
+async def test_a_repeated_answer_has_the_same_likeliest_tokens_and_stop_string(
     prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
     event_writer = ListEventWriter()
@@ -191,7 +192,7 @@ async def test_a_repeated_answer_is_the_same_to_its_likeliest_tokens_and_stop_st
     assert list(again.logprobs()) == list(reply.logprobs())
 
 
-async def test_raw_prompts_go_on_from_their_texts_and_from_their_tokens(
+async def test_raw_prompts_continue_from_texts_and_from_tokens(
     prompts: Prompts, tokenizer: Tokenizer, say: Say
 ) -> None:
     event_writer = ListEventWriter()
@@ -200,15 +201,15 @@ async def test_raw_prompts_go_on_from_their_texts_and_from_their_tokens(
     text = "guess" + tokenizer.decode(list(reply.token_ids()))
     await call(session, Turn(messages=[], prompt_text=text + " higher", digest=2))
     await call(session, Turn(messages=[], prompt_ids=(5, 6, 7), digest=3))
-    for life in (session, restored_session(session, event_writer.next_process())):
+    for each in (session, restored_session(session, event_writer.next_process())):
         more = Turn(messages=[], prompt_text=text + " lower", digest=4)
-        again, _ = await call(life, more)
-        assert life._conversation.graph.nodes[again.source.node].parent == reply.node  # noqa: SLF001 - likewise
-        ids, _ = await call(life, Turn(messages=[], prompt_ids=(5, 6, 7), digest=5))
+        again, _ = await call(each, more)
+        assert each._conversation.graph.nodes[again.source.node].parent == reply.node  # noqa: SLF001 - likewise
+        ids, _ = await call(each, Turn(messages=[], prompt_ids=(5, 6, 7), digest=5))
         assert list(ids.prompt_ids()) == [5, 6, 7]
 
 
-async def test_an_answer_is_known_by_its_name_and_a_fault_by_its_words(
+async def test_an_answer_is_restored_with_its_name_and_a_limit_with_its_message(
     prompts: Prompts, say: Say
 ) -> None:
     event_writer = ListEventWriter()
@@ -218,42 +219,46 @@ async def test_an_answer_is_known_by_its_name_and_a_fault_by_its_words(
     await sampler.moved.wait()
     sampler.generations[0].end(*say("a"))
     reply, _ = await running
-    (lost,) = await session.attach(turn(USER, said("a"), MORE))
+    (lost,) = await session.attach(turn(USER, assistant("a"), MORE))
     lost.join()
     session.end_early("too much")
     after = restored_session(session, event_writer.next_process())
     assert after.node_of(reply.head.id) == reply.node
     assert (after.state, after.spent_because) == (SessionState.SPENT, "too much")
     with pytest.raises(SessionError, match="too much"):
-        await after.attach(turn(USER, said("a"), MORE, MORE))
+        await after.attach(turn(USER, assistant("a"), MORE, MORE))
 
 
-async def test_long_texts_tools_and_images_are_told_once(prompts: Prompts, say: Say) -> None:
+async def test_long_texts_tools_and_images_are_written_once(prompts: Prompts, say: Say) -> None:
     event_writer = ListEventWriter()
     session = open_session(
         ScriptedSampler(lambda _: say("a")), prompts, 10**6, event_writer=event_writer
     )
     long: Message = {"role": "user", "content": "x " * LONG_BYTES}
     await call(session, turn(long, tools=TOOLS))
-    await call(session, turn(long, said("a"), MORE, tools=TOOLS))
+    await call(session, turn(long, assistant("a"), MORE, tools=TOOLS))
     assert len(event_writer.texts) == 2
     assert sum(map(len, event_writer.records)) < 10 * LONG_BYTES
     after = restored_session(session, event_writer.next_process())
-    reply, _ = await call(after, turn(long, said("a"), MORE, said("a"), MORE, tools=TOOLS))
+    reply, _ = await call(
+        after, turn(long, assistant("a"), MORE, assistant("a"), MORE, tools=TOOLS)
+    )
     assert (reply.source.tools, after.fork_report().forks) == (TOOLS, [])
-    assert told(after) == told(await _with_one_more(session, long))
+    assert record_of(after) == record_of(await _with_one_more(session, long))
 
 
 async def _with_one_more(session: Session, long: Message) -> Session:
-    await call(session, turn(long, said("a"), MORE, said("a"), MORE, tools=TOOLS))
+    await call(session, turn(long, assistant("a"), MORE, assistant("a"), MORE, tools=TOOLS))
     return session
 
 
 COUNTS = "{{ messages | length }}" + CHAT_TEMPLATE
-"""Writes the number of messages first, so that no chat begins like an earlier one."""
+"""A template that writes the number of messages first, so that no prompt begins like an earlier
+one.
+"""
 
 
-async def test_a_fork_that_a_template_made_has_the_same_cause_and_words(tmp_path: Path) -> None:
+async def test_a_fork_caused_by_a_template_has_the_same_cause_and_texts(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path, model_type="unheard", chat_template=COUNTS)
     tokenizer = load_tokenizer(folder)
     prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
@@ -261,8 +266,8 @@ async def test_a_fork_that_a_template_made_has_the_same_cause_and_words(tmp_path
     event_writer = ListEventWriter()
     session = open_session(ScriptedSampler(lambda _: ids), prompts, event_writer=event_writer)
     await call(session, turn(USER))
-    await call(session, turn(USER, said("a"), MORE))
+    await call(session, turn(USER, assistant("a"), MORE))
     after = restored_session(session, event_writer.next_process())
     [fork] = after.fork_report().forks
     assert (fork.cause, [fork]) == ("template", session.fork_report().forks)
-    assert told(after) == told(session)
+    assert record_of(after) == record_of(session)

@@ -34,7 +34,7 @@ from tests.unit.runtime.sampler_bench import (
     expected,
     until,
 )
-from tests.unit.runtime.sampler_bench import engine as engine  # the fixture
+from tests.unit.runtime.sampler_bench import engine as engine  # a fixture
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ async def bench(engine: ScriptedEngine) -> AsyncIterator[Bench]:
     await bench.sampler.close()
 
 
-async def test_plain_generation_is_one_call(engine: ScriptedEngine, bench: Bench) -> None:
+async def test_a_plain_generation_is_one_call(engine: ScriptedEngine, bench: Bench) -> None:
     generation = bench.start()
     await generation.wait(TO_THE_END)
     assert generation.state is GenerationState.COMMITTED
@@ -54,7 +54,7 @@ async def test_plain_generation_is_one_call(engine: ScriptedEngine, bench: Bench
     assert [request.body.get("stream") for request in engine.seen] == [None]
 
 
-async def test_streamed_tokens_reach_the_reader_as_they_come(
+async def test_streamed_tokens_reach_the_reader_as_they_arrive(
     engine: ScriptedEngine, bench: Bench
 ) -> None:
     engine.hold()
@@ -72,7 +72,7 @@ async def test_streamed_tokens_reach_the_reader_as_they_come(
 
 @pytest.mark.parametrize("stream", [True, False])
 @PAUSES
-async def test_update_in_mid_turn_resumes_from_the_exact_tokens(
+async def test_an_update_during_a_turn_resumes_it_from_the_exact_tokens(
     engine: ScriptedEngine, bench: Bench, stream: bool, phase: EnginePhase
 ) -> None:
     engine.hold()
@@ -90,7 +90,7 @@ async def test_update_in_mid_turn_resumes_from_the_exact_tokens(
     assert (generation.finish_reason, keys[-1]) == ("length", "1")
 
 
-async def test_reader_who_leaves_parks_the_turn_and_its_retry_resumes_it(
+async def test_a_reader_that_leaves_parks_the_turn_and_its_retry_resumes_it(
     engine: ScriptedEngine, bench: Bench
 ) -> None:
     engine.hold()
@@ -108,7 +108,7 @@ async def test_reader_who_leaves_parks_the_turn_and_its_retry_resumes_it(
 
 
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.CUT])
-async def test_failed_leg_is_reported_and_goes_on_at_another_engine(fault: Fault) -> None:
+async def test_a_failed_attempt_is_reported_and_continued_at_another_engine(fault: Fault) -> None:
     async with ScriptedEngine(endless_token) as first, ScriptedEngine(endless_token) as second:
         bench = Bench(first, second)
         first.faults.append(fault)
@@ -120,7 +120,7 @@ async def test_failed_leg_is_reported_and_goes_on_at_another_engine(fault: Fault
         await bench.sampler.close()
 
 
-async def test_dead_engine_is_waited_for_and_its_successor_goes_on(
+async def test_a_turn_waits_for_a_dead_engine_and_continues_at_its_successor(
     engine: ScriptedEngine, bench: Bench
 ) -> None:
     engine.hold()
@@ -136,7 +136,7 @@ async def test_dead_engine_is_waited_for_and_its_successor_goes_on(
     assert list(generation.token_ids) == expected(6)
 
 
-async def test_hanging_leg_is_dropped_when_its_engine_is_fenced(
+async def test_a_hanging_attempt_is_dropped_when_its_engine_is_fenced(
     engine: ScriptedEngine, bench: Bench
 ) -> None:
     engine.faults.append(Fault.HANG)
@@ -148,7 +148,7 @@ async def test_hanging_leg_is_dropped_when_its_engine_is_fenced(
     assert list(generation.token_ids) == expected(6)
 
 
-async def test_leg_is_kept_when_its_engine_is_probed_for_the_first_time(
+async def test_an_attempt_survives_the_first_probe_of_its_engine(
     engine: ScriptedEngine, bench: Bench
 ) -> None:
     engine.hold()
@@ -161,7 +161,9 @@ async def test_leg_is_kept_when_its_engine_is_probed_for_the_first_time(
     assert engine.num_seen("/generate") == 1
 
 
-async def test_refusal_reaches_the_reader_as_an_error(engine: ScriptedEngine, bench: Bench) -> None:
+async def test_a_refusal_reaches_the_reader_as_an_error(
+    engine: ScriptedEngine, bench: Bench
+) -> None:
     engine.faults.append(Fault.BAD_REQUEST)
     generation = bench.start()
     await generation.wait(TO_THE_END)
@@ -169,7 +171,7 @@ async def test_refusal_reaches_the_reader_as_an_error(engine: ScriptedEngine, be
     assert isinstance(generation.error, EngineRefused)
 
 
-async def test_lost_image_fails_its_turn_once_and_is_no_engines_fault(bench: Bench) -> None:
+async def test_a_lost_image_fails_its_turn_once_and_is_no_fault_of_an_engine(bench: Bench) -> None:
     lost = Unread(b"data:image/png;base64," + b"A" * 2 * PART_BYTES, is_lost=True)
     generation = bench.start(images=(lost,))
     await generation.wait(TO_THE_END)
@@ -178,7 +180,7 @@ async def test_lost_image_fails_its_turn_once_and_is_no_engines_fault(bench: Ben
     assert bench.sampler.cache_entries()["engines_avoided"] == 0
 
 
-async def test_seal_wakes_every_waiter_and_aborts_the_leg(
+async def test_a_seal_wakes_every_waiter_and_aborts_the_attempt(
     engine: ScriptedEngine, bench: Bench
 ) -> None:
     engine.hold()
@@ -192,7 +194,7 @@ async def test_seal_wakes_every_waiter_and_aborts_the_leg(
 
 
 @PAUSES
-async def test_no_engine_in_time_is_an_error_that_no_pause_brings(phase: EnginePhase) -> None:
+async def test_waiting_for_an_engine_times_out_but_not_during_a_pause(phase: EnginePhase) -> None:
     async with ScriptedEngine() as engine:
         bench = Bench(engine, clock=(clock := FakeClock()))
         bench.push(phase)
@@ -206,7 +208,7 @@ async def test_no_engine_in_time_is_an_error_that_no_pause_brings(phase: EngineP
         await bench.sampler.close()
 
 
-async def test_stop_string_ends_the_turn_and_names_itself(
+async def test_a_stop_string_ends_the_turn_and_is_reported(
     engine: ScriptedEngine, bench: Bench
 ) -> None:
     third = expected(3)[2]
@@ -219,7 +221,7 @@ async def test_stop_string_ends_the_turn_and_names_itself(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("num_ignored_aborts", [0, 1])
-async def test_leg_is_over_at_the_engine_once_its_last_reader_has_left(
+async def test_an_attempt_ends_at_the_engine_when_its_last_reader_has_left(
     engine: ScriptedEngine, bench: Bench, stream: bool, num_ignored_aborts: int
 ) -> None:
     engine.hold()
@@ -235,13 +237,13 @@ async def test_leg_is_over_at_the_engine_once_its_last_reader_has_left(
     assert generation.state is GenerationState.PARKED
 
 
-async def test_parked_turn_that_nobody_wants_leaves_nothing(engine: ScriptedEngine) -> None:
+async def test_an_abandoned_parked_turn_leaves_nothing(engine: ScriptedEngine) -> None:
     bench = Bench(engine, settings=GenerationSettings(retry_window_s=0.05))
     engine.hold()
     held = [bench.start()]
     await engine.until(lambda: engine.num_live == 1)
     held[0].leave()
-    gc.disable()  # only reference counts may free it
+    gc.disable()  # reference counts alone must free it
     try:
         await until(lambda: held[0].state is GenerationState.VOID)
         kept = weakref.ref(held.pop())
@@ -254,7 +256,7 @@ async def test_parked_turn_that_nobody_wants_leaves_nothing(engine: ScriptedEngi
 
 @pytest.mark.parametrize("fault", [Fault.BUSY, Fault.FULL])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_full_queue_is_waited_for_and_reported_to_nobody(
+async def test_a_full_queue_is_waited_for_and_not_reported(
     engine: ScriptedEngine, bench: Bench, fault: Fault, stream: bool
 ) -> None:
     engine.faults.extend([fault, fault])
@@ -264,7 +266,7 @@ async def test_full_queue_is_waited_for_and_reported_to_nobody(
     assert bench.faults == []
 
 
-async def test_queues_that_stay_full_are_told_as_overload(engine: ScriptedEngine) -> None:
+async def test_queues_that_stay_full_are_an_overload_error(engine: ScriptedEngine) -> None:
     bench = Bench(engine, settings=GenerationSettings(max_full_queues=1))
     engine.faults.extend([Fault.FULL] * 2)
     generation = bench.start()
@@ -274,7 +276,7 @@ async def test_queues_that_stay_full_are_told_as_overload(engine: ScriptedEngine
     await bench.sampler.close()
 
 
-async def test_streamed_turn_with_a_grammar_fails_when_its_engine_is_cut(
+async def test_a_streamed_turn_with_a_grammar_fails_when_it_is_cut(
     engine: ScriptedEngine, bench: Bench
 ) -> None:
     engine.faults.append(Fault.CUT)
@@ -298,7 +300,7 @@ async def test_likeliest_tokens_are_kept_over_an_update(
     assert [place[0][1] for place in generation.top_logprobs] == expected(6, 0, 0, 1, 1, 1, 1)
 
 
-async def test_prompt_that_is_ready_json_is_resumed_from_the_exact_tokens(
+async def test_a_prompt_encoded_as_json_is_resumed_from_the_exact_tokens(
     engine: ScriptedEngine, bench: Bench
 ) -> None:
     engine.faults.append(Fault.CUT)
@@ -307,7 +309,7 @@ async def test_prompt_that_is_ready_json_is_resumed_from_the_exact_tokens(
     assert list(generation.token_ids) == expected(6)
 
 
-async def test_sick_engine_is_said_once_and_reported_for_each_leg(
+async def test_a_failing_engine_is_logged_once_and_reported_for_each_attempt(
     engine: ScriptedEngine, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.faults.extend([Fault.ERROR] * 5)
@@ -316,7 +318,7 @@ async def test_sick_engine_is_said_once_and_reported_for_each_leg(
     assert caplog.text.count("engine.faulted") == 1
 
 
-async def test_running_legs_of_a_sick_engine_go_on_elsewhere() -> None:
+async def test_running_attempts_of_a_fenced_engine_continue_elsewhere() -> None:
     async with ScriptedEngine(endless_token) as sick, ScriptedEngine(endless_token) as well:
         bench = Bench(sick, well)
         sick.hold()
@@ -331,7 +333,7 @@ async def test_running_legs_of_a_sick_engine_go_on_elsewhere() -> None:
         await bench.sampler.close()
 
 
-async def test_engine_that_left_the_table_is_forgotten(
+async def test_an_engine_that_left_the_table_is_forgotten(
     engine: ScriptedEngine, bench: Bench
 ) -> None:
     await bench.start().wait(TO_THE_END)
@@ -341,7 +343,7 @@ async def test_engine_that_left_the_table_is_forgotten(
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_engines_run_what_we_count_whatever_happens(seed: int) -> None:
+async def test_the_attempt_counts_of_engines_are_right_after_any_events(seed: int) -> None:
     rng = random.Random(seed)
     async with ScriptedEngine(endless_token) as first, ScriptedEngine(endless_token) as second:
         engines = (first, second)
@@ -365,7 +367,7 @@ async def test_engines_run_what_we_count_whatever_happens(seed: int) -> None:
 
 
 async def disturb(rng: random.Random, bench: Bench, generations: list[Generation]) -> None:
-    """One random action of a client or an engine."""
+    """Take one random action of a client or an engine."""
     engine = rng.choice(bench.engines)
     one = rng.choice(generations) if generations else None
     match rng.choice(
@@ -391,7 +393,7 @@ async def disturb(rng: random.Random, bench: Bench, generations: list[Generation
             await engine.update(0)
 
 
-async def test_close_seals_what_runs_and_leaves_no_task(engine: ScriptedEngine) -> None:
+async def test_close_seals_running_turns_and_leaves_no_task(engine: ScriptedEngine) -> None:
     bench = Bench(engine)
     engine.hold()
     generation = bench.start()
@@ -428,7 +430,7 @@ async def test_sessions_that_fall_back_are_counted_each_and_logged_once(
     await bench.sampler.close()
 
 
-async def test_call_that_waits_for_a_publisher_is_shown_and_logged_with_its_reason(
+async def test_a_call_that_waits_for_a_publisher_is_shown_and_logged_with_its_reason(
     engine: ScriptedEngine,
 ) -> None:
     clock = FakeClock()
@@ -445,14 +447,14 @@ async def test_call_that_waits_for_a_publisher_is_shown_and_logged_with_its_reas
         await generation.wait(TO_THE_END)
     [entry] = [entry for entry in entries if entry["event"] == "engine.awaited"]
     why = f"{engine.url}: ready, with policy version 0; the session has seen 7"
-    for told in (entry["why"], waiting["why"], str(generation.error)):
-        assert why in told
+    for text in (entry["why"], waiting["why"], str(generation.error)):
+        assert why in text
     await until(lambda: bench.sampler.waiting() is None)
     assert engine.num_seen("/generate") == 0
     await bench.sampler.close()
 
 
-async def test_a_leg_that_waits_for_a_descriptor_is_not_silent_and_faults_no_engine(
+async def test_an_attempt_that_waits_for_a_descriptor_is_not_silent_and_faults_no_engine(
     engine: ScriptedEngine,
 ) -> None:
     clock = FakeClock()

@@ -1,4 +1,6 @@
-"""The session's policy over the agent's request, retry limits of a generation, and its errors."""
+"""The session's sampling policy over the agent's request, and retry limits and errors of a
+generation.
+"""
 
 import msgspec
 
@@ -36,28 +38,28 @@ def params(
     return resolve(policy, ask, room_tokens=room_tokens, derived_seed=77, stop_token_ids=(2,))
 
 
-def test_training_forces_what_would_make_siblings_equal() -> None:
+def test_training_overrides_settings_that_would_make_siblings_equal() -> None:
     got = params(SamplingPolicy(), ASK)
     assert (got.temperature, got.top_p, got.seed, got.frequency_penalty) == (1.0, 1.0, 77, 0.0)
     assert got.max_tokens == 9
     assert got.stop_token_ids == (2,)
 
 
-def test_evaluation_gives_the_agent_what_it_asks() -> None:
+def test_evaluation_uses_the_agents_settings() -> None:
     got = params(EVAL_SAMPLING, ASK)
     assert (got.temperature, got.top_p, got.seed, got.frequency_penalty) == (0.0, 0.5, 1, 1.0)
     assert params(EVAL_SAMPLING, RequestedSampling()).seed == 77
 
 
-def test_a_share_of_nothing_is_greedy_and_a_count_of_nothing_is_no_bound() -> None:
-    """Agents of other servers send both; SGLang answers 400 to either."""
+def test_top_p_0_is_greedy_and_top_k_0_is_no_limit() -> None:
+    """Agents of other servers send both; SGLang answers 400 to each."""
     greedy = params(EVAL_SAMPLING, RequestedSampling(temperature=0.7, top_p=0.0, top_k=5))
     assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0.0, 1.0, 5)
     free = params(EVAL_SAMPLING, RequestedSampling(temperature=0.7, top_p=0.9, top_k=0))
     assert (free.temperature, free.top_p, free.top_k) == (0.7, 0.9, -1)
 
 
-def test_max_tokens_never_leaves_the_context() -> None:
+def test_max_tokens_never_exceeds_the_context() -> None:
     assert (
         params(SamplingPolicy(), RequestedSampling(max_tokens=500), room_tokens=40).max_tokens == 40
     )
@@ -71,33 +73,33 @@ def test_seeds_differ_by_ask_rollout_and_generation_and_fit_63_bits() -> None:
     assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3)
 
 
-def test_params_go_over_the_wire_as_they_are() -> None:
+def test_params_are_sent_unchanged() -> None:
     got = params(SamplingPolicy(), ASK)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(got), type=SamplingParams) == got
 
 
 A, B = ("http://a", "i1"), ("http://b", "i1")
 SICK_S = GenerationSettings().sick_s
-OOPS = "http://a: HTTP 500: oops"
+ERROR = "http://a: HTTP 500: oops"
 
 
 def patience() -> RetryState:
     return RetryState(GenerationSettings())
 
 
-def fault(of: RetryState, life: tuple[str, str], now_s: float) -> EngineError | None:
-    return of.on_fault(life, OOPS, now_s) or of.on_cut(False, now_s)
+def fault(of: RetryState, incarnation: tuple[str, str], now_s: float) -> EngineError | None:
+    return of.on_fault(incarnation, ERROR, now_s) or of.on_cut(False, now_s)
 
 
-def test_a_lone_engine_that_stays_sick_is_given_up_in_its_own_words() -> None:
+def test_a_single_engine_that_keeps_failing_ends_the_turn_with_its_error() -> None:
     mine = patience()
     assert [fault(mine, A, now_s) for now_s in (5.0, 5.0, 5.0 + SICK_S - 0.1)] == [None] * 3
     error = fault(mine, A, 5.0 + SICK_S)
-    assert f"(last: {OOPS})" in str(error)
+    assert f"(last: {ERROR})" in str(error)
     assert "/healthz" in str(error)
 
 
-def test_an_engine_that_is_new_or_was_restarted_gets_a_try() -> None:
+def test_a_new_or_restarted_engine_is_tried() -> None:
     mine = patience()
     assert [fault(mine, A, now_s) for now_s in (0.0, 1.0)] == [None, None]
     assert fault(mine, B, 10.0) is None
@@ -105,7 +107,7 @@ def test_an_engine_that_is_new_or_was_restarted_gets_a_try() -> None:
     assert fault(mine, B, 20.0) is not None
 
 
-def test_a_token_makes_faults_good_again() -> None:
+def test_a_sampled_token_resets_the_fault_count() -> None:
     mine = patience()
     fault(mine, A, 0.0)
     mine.on_cut(True, 10.0)
@@ -113,11 +115,11 @@ def test_a_token_makes_faults_good_again() -> None:
     assert fault(mine, A, 10.0 + SICK_S) is not None
 
 
-def test_cuts_that_are_nobodys_fault_may_go_on_for_long() -> None:
+def test_cuts_without_a_fault_are_tolerated_for_long() -> None:
     mine = patience()
-    told = [mine.on_cut(False, 10.0 * n) for n in range(17)]
-    assert told[:16] == [None] * 16
-    assert "no engine made progress" in str(told[16])
+    errors = [mine.on_cut(False, 10.0 * n) for n in range(17)]
+    assert errors[:16] == [None] * 16
+    assert "no engine made progress" in str(errors[16])
 
 
 def test_full_queues_are_overload_unless_tokens_or_faults_come_between() -> None:
@@ -130,15 +132,15 @@ def test_full_queues_are_overload_unless_tokens_or_faults_come_between() -> None
     assert isinstance(mine.on_full_queue("full"), EngineOverloaded)
 
 
-def test_what_keeps_engines_away_is_said_within_bounds() -> None:
+def test_the_reason_why_no_engine_is_available_is_bounded_in_length() -> None:
     mine = patience()
     assert "no engine is ready" in str(mine.without_engine())
     fault(mine, A, 0.0)
-    assert f"no engine is ready (last: {OOPS})" in str(mine.without_engine())
+    assert f"no engine is ready (last: {ERROR})" in str(mine.without_engine())
     mine.on_missing("http://a: joining, connection refused" + "x" * 1000)
-    told = str(mine.without_engine())
-    assert "(last: http://a: joining, connection refused" in told
-    assert len(told) < MAX_QUOTED_CHARS + 150
+    error = str(mine.without_engine())
+    assert "(last: http://a: joining, connection refused" in error
+    assert len(error) < MAX_QUOTED_CHARS + 150
     mine.on_missing("")
     assert "connection refused" in str(mine.without_engine())
 
@@ -146,7 +148,7 @@ def test_what_keeps_engines_away_is_said_within_bounds() -> None:
 # through the machine
 
 
-def test_fruitless_legs_back_off_and_end_within_bounds() -> None:
+def test_attempts_without_tokens_back_off_and_end() -> None:
     bench = running()
     for attempt in range(17):
         assert bench.machine.error is None
@@ -157,19 +159,19 @@ def test_fruitless_legs_back_off_and_end_within_bounds() -> None:
     assert isinstance(bench.machine.error, EngineUnavailable)
 
 
-def test_a_lone_engine_that_fails_on_is_told_in_its_own_words() -> None:
+def test_a_turn_at_a_single_failing_engine_ends_with_its_error() -> None:
     bench = running()
     for attempt in range(3):
         assert bench.machine.error is None
         bench.step(EngineAttemptFailed(attempt, "http://a: HTTP 500: oops", "broke"))
-        assert bench.said(ReportFault)
+        assert bench.actions_of(ReportFault)
         bench.step(Ticked(), after_s=1.0)
         bench.step(ENGINE)
     assert bench.machine.state is GenerationState.VOID
     assert "last: http://a: HTTP 500: oops" in str(bench.machine.error)
 
 
-def test_an_engine_that_is_parked_with_or_restarted_is_not_given_up() -> None:
+def test_an_engine_is_not_given_up_after_parking_or_a_restart() -> None:
     bench = running()
     bench.step(EngineAttemptFailed(0, "cut"))
     bench.step(EngineChosen(ENGINE.url, "i2", 0), after_s=60.0)
@@ -186,24 +188,24 @@ def test_a_request_whose_images_break_engines_ends_without_fencing_them() -> Non
     bench = running(images=("https://nowhere/a.png",))
     for attempt in range(2):
         bench.step(EngineAttemptFailed(attempt, "HTTP 500: oops", "broke"))
-        assert bench.said(AvoidEngine)
+        assert bench.actions_of(AvoidEngine)
         bench.step(Ticked(), after_s=1.0)
         bench.step(ENGINE)
     bench.step(EngineAttemptFailed(2, "HTTP 500: oops", "broke"))
-    assert bench.said(ReportFault) == []
+    assert bench.actions_of(ReportFault) == []
     assert bench.machine.state is GenerationState.VOID
     assert "HTTP 500: oops" in str(bench.machine.error)
 
 
-def test_a_resumed_leg_that_breaks_at_its_images_fences_nobody_either() -> None:
-    """An address may be invalid by then, or the model has sampled an image placeholder."""
+def test_a_resumed_attempt_that_fails_at_its_images_fences_no_engine_either() -> None:
+    """An address may have become invalid, or the model has sampled an image placeholder."""
     bench = running(images=("https://gone/a.png",))
     bench.sample(0, 1, finish=ABORT)
     for attempt in range(1, 4):
         bench.step(Ticked(), after_s=1.0)
         bench.step(ENGINE)
         bench.step(EngineAttemptFailed(attempt, "HTTP 500: oops", "broke"))
-        assert bench.said(ReportFault) == []
+        assert bench.actions_of(ReportFault) == []
     assert "HTTP 500: oops" in str(bench.machine.error)
 
 
@@ -219,7 +221,7 @@ def test_queues_that_stay_full_end_the_turn_as_overload_within_bounds() -> None:
     assert bench.now_s < 10.0
 
 
-async def test_turn_of_a_session_of_another_run_is_not_held_up() -> None:
+async def test_a_turn_of_a_session_of_another_run_is_not_delayed() -> None:
     async with ScriptedEngine(endless_token) as engine:
         bench = Bench(engine)
         row = EngineRow(engine.url, "i1", EnginePhase.READY, int(engine.weight_version))

@@ -1,4 +1,6 @@
-"""A scope ends when nothing is lent; borrowers that do not release are named."""
+"""A scope ends when its last loan is released; borrowers that do not release are named in the
+log.
+"""
 
 import gc
 import weakref
@@ -17,7 +19,7 @@ from rollmesh.runtime.session import SessionState
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.session_world import MORE, USER, Say, call, said, turn
+from tests.unit.runtime.session_world import MORE, USER, Say, assistant, call, turn
 
 GROUP = GroupId("r", 0)
 ROLLOUT = RolloutId(GROUP, 1)
@@ -26,8 +28,8 @@ GONE = {"scopes": 1, "groups": 0, "doors": 4, "loans": 1}
 """Table sizes, except for loans."""
 
 
-class World:
-    """A rollout of one call, whose agent has ended."""
+class AgentEnded:
+    """A rollout of one call whose agent has ended."""
 
     def __init__(self, prompts: Prompts, say: Say) -> None:
         self.clock = FakeClock()
@@ -41,8 +43,8 @@ class World:
 
 
 @pytest.fixture
-async def world(prompts: Prompts, say: Say) -> World:
-    made = World(prompts, say)
+async def ended(prompts: Prompts, say: Say) -> AgentEnded:
+    made = AgentEnded(prompts, say)
     await made.play()
     return made
 
@@ -53,20 +55,21 @@ def logs() -> Iterator[list[Any]]:
         yield entries
 
 
-def over(runtime: Runtime, api_key: str) -> int:
+def refused_status(runtime: Runtime, api_key: str) -> int:
     with pytest.raises(SessionError) as caught:
         runtime.sessions.find(api_key)
     return caught.value.status
 
 
-async def test_a_borrowed_transcript_goes_on_where_it_ended(world: World) -> None:
-    runtime, own = world.runtime, world.opened.session
+async def test_a_borrowed_transcript_continues_where_it_ended(ended: AgentEnded) -> None:
+    runtime, own = ended.runtime, ended.opened.session
     with runtime.lend(ROLLOUT, "judge", appends=True) as loan:
-        assert over(runtime, world.opened.api_key) == 410  # that does not open the agent's own key
+        # The loan does not open the agent's own key again.
+        assert refused_status(runtime, ended.opened.api_key) == 410
         session = runtime.sessions.find(loan.api_key)
         assert session is own
-        await call(session, turn(USER, said("4"), MORE))
-    assert over(runtime, loan.api_key) == 410
+        await call(session, turn(USER, assistant("4"), MORE))
+    assert refused_status(runtime, loan.api_key) == 410
     assert own.state is SessionState.SEALED
     nodes = own.record().nodes
     assert [(node.parent, node.sampled, node.branch) for node in nodes] == [
@@ -78,9 +81,9 @@ async def test_a_borrowed_transcript_goes_on_where_it_ended(world: World) -> Non
     assert bytes(own.record().messages).count(b"higher") == 1
 
 
-async def test_a_turn_that_was_cut_by_the_end_can_be_asked_anew(world: World) -> None:
+async def test_a_turn_that_the_end_cut_can_be_requested_again(ended: AgentEnded) -> None:
     """Answers that were not delivered to the agent are void, and answer no other request."""
-    runtime = world.runtime
+    runtime = ended.runtime
     again = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 7)
     (cut,) = await again.session.attach(turn(USER))
     again.session.finish(cut)
@@ -92,24 +95,24 @@ async def test_a_turn_that_was_cut_by_the_end_can_be_asked_anew(world: World) ->
     assert [node.finish_reason for node in sampled] == ["void", "stop"]
 
 
-async def test_who_borrows_the_model_leaves_no_trace_in_the_rollout(world: World) -> None:
-    runtime, own = world.runtime, world.opened.session
+async def test_a_borrower_of_the_model_leaves_no_trace_in_the_rollout(ended: AgentEnded) -> None:
+    runtime, own = ended.runtime, ended.opened.session
     before = own.held_bytes
     with runtime.lend(ROLLOUT, "judge", appends=False) as loan:
         session = runtime.sessions.find(loan.api_key)
         assert session is not own
         await call(session, turn(MORE))
         assert sum(runtime.held().values()) == before + session.held_bytes > before
-    assert over(runtime, loan.api_key) == 410
+    assert refused_status(runtime, loan.api_key) == 410
     assert session.held_bytes == 0
     assert own.held_bytes == before
     assert len(own.record().nodes) == 2
 
 
-async def test_a_borrower_of_the_model_is_sampled_as_it_asks_and_by_a_seed_of_its_own(
-    world: World,
+async def test_a_borrower_of_the_model_has_its_own_settings_and_seed(
+    ended: AgentEnded,
 ) -> None:
-    runtime, requests = world.runtime, world.sampler.requests
+    runtime, requests = ended.runtime, ended.sampler.requests
     with (
         runtime.lend(ROLLOUT, "one", appends=False) as one,
         runtime.lend(ROLLOUT, "other", appends=False) as other,
@@ -120,38 +123,38 @@ async def test_a_borrower_of_the_model_is_sampled_as_it_asks_and_by_a_seed_of_it
     assert len({request.params.max_tokens for request in requests}) == 1
 
 
-async def test_a_transcript_stays_open_until_its_last_borrower_has_let_go(world: World) -> None:
-    runtime, own = world.runtime, world.opened.session
+async def test_a_transcript_stays_open_until_its_last_loan_is_released(ended: AgentEnded) -> None:
+    runtime, own = ended.runtime, ended.opened.session
     one = runtime.lend(ROLLOUT, "one", appends=True)
     other = runtime.lend(ROLLOUT, "other", appends=True)
     one.release()
     one.release()
-    assert [own.state, over(runtime, one.api_key)] == [SessionState.OPEN, 410]
+    assert [own.state, refused_status(runtime, one.api_key)] == [SessionState.OPEN, 410]
     other.release()
     assert own.state is SessionState.SEALED
 
 
-async def test_a_lent_scope_ends_with_its_last_loan(world: World) -> None:
-    runtime = world.runtime
+async def test_a_lent_scope_ends_with_its_last_loan(ended: AgentEnded) -> None:
+    runtime = ended.runtime
     loan = runtime.lend(ROLLOUT, "judge", appends=True)
     runtime.cleanup_group(GROUP)
     runtime.cleanup_group(GROUP)
     assert runtime.entries() == GONE
-    await call(runtime.sessions.find(loan.api_key), turn(USER, said("4"), MORE))
+    await call(runtime.sessions.find(loan.api_key), turn(USER, assistant("4"), MORE))
     with pytest.raises(TrajectoryEnded):
         runtime.lend(ROLLOUT, "late", appends=False)
     loan.release()
     assert runtime.entries() == EMPTY
-    assert over(runtime, loan.api_key) == 401
+    assert refused_status(runtime, loan.api_key) == 401
     with pytest.raises(TrajectoryEnded):
         runtime.resolve_trajectory(ROLLOUT)
 
 
 @pytest.mark.parametrize("appends", [True, False])
-async def test_a_borrower_that_dropped_its_loan_is_named_and_holds_nothing(
-    world: World, logs: list[Any], appends: bool
+async def test_a_borrower_that_dropped_its_loan_is_logged_and_retains_nothing(
+    ended: AgentEnded, logs: list[Any], appends: bool
 ) -> None:
-    runtime = world.runtime
+    runtime = ended.runtime
     runtime.lend(ROLLOUT, "forgetful judge", appends=appends)
     assert runtime.entries()["loans"] == 1
     runtime.cleanup_group(GROUP)
@@ -161,10 +164,10 @@ async def test_a_borrower_that_dropped_its_loan_is_named_and_holds_nothing(
     ]
 
 
-async def test_a_loan_that_is_dropped_late_ends_its_scope_at_the_next_look(
-    world: World, logs: list[Any]
+async def test_a_loan_that_is_dropped_late_ends_its_scope_at_the_next_check(
+    ended: AgentEnded, logs: list[Any]
 ) -> None:
-    runtime = world.runtime
+    runtime = ended.runtime
     loan = runtime.lend(ROLLOUT, "judge", appends=True)
     runtime.cleanup_group(GROUP)
     runtime.look_for_leaks()
@@ -175,29 +178,31 @@ async def test_a_loan_that_is_dropped_late_ends_its_scope_at_the_next_look(
     assert [log["why"] for log in logs] == ["dropped without a release"]
 
 
-async def test_a_borrower_that_does_not_let_go_is_named_and_waited_for_no_longer(
-    world: World, logs: list[Any]
+async def test_a_borrower_that_does_not_release_is_logged_and_no_longer_waited_for(
+    ended: AgentEnded, logs: list[Any]
 ) -> None:
-    runtime, own = world.runtime, world.opened.session
+    runtime, own = ended.runtime, ended.opened.session
     loan = runtime.lend(ROLLOUT, "stubborn judge", appends=True)
     runtime.cleanup_group(GROUP)
-    world.clock.advance(LOAN_PATIENCE_S - 1)
+    ended.clock.advance(LOAN_PATIENCE_S - 1)
     runtime.look_for_leaks()
     assert runtime.entries() == GONE
     assert logs == []
-    world.clock.advance(1)
+    ended.clock.advance(1)
     runtime.look_for_leaks()
     assert runtime.entries() == EMPTY
     assert own.held_bytes == 0
     assert [log["borrower"] for log in logs] == ["stubborn judge"]
-    assert over(runtime, loan.api_key) == 401
-    loan.release()  # too late, without effect
+    assert refused_status(runtime, loan.api_key) == 401
+    loan.release()  # too late to have an effect
     assert runtime.entries() == EMPTY
 
 
-async def test_a_loan_that_is_kept_for_ever_keeps_no_scope(world: World, young_heap: None) -> None:
+async def test_a_loan_that_is_kept_forever_retains_no_scope(
+    ended: AgentEnded, young_heap: None
+) -> None:
     del young_heap
-    runtime = world.runtime
+    runtime = ended.runtime
     runtime.cleanup_group(GROUP)
     runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 7)
     loan = runtime.lend(ROLLOUT, "judge", appends=False)
@@ -215,24 +220,22 @@ def scopes() -> list[Scope]:
     return [each for each in gc.get_objects() if isinstance(each, Scope)]
 
 
-async def test_a_transcript_that_is_to_be_recorded_is_called_in(
-    world: World, logs: list[Any]
-) -> None:
-    runtime, own = world.runtime, world.opened.session
+async def test_recording_a_transcript_recalls_its_loans(ended: AgentEnded, logs: list[Any]) -> None:
+    runtime, own = ended.runtime, ended.opened.session
     loans = [runtime.lend(ROLLOUT, name, appends=True) for name in ("dropped", "held")]
     model = runtime.lend(ROLLOUT, "judge", appends=False)
     del loans[0]
     runtime.recall(ROLLOUT)
     assert own.state is SessionState.SEALED
     assert [log["borrower"] for log in logs] == ["dropped", "held"]
-    assert over(runtime, loans[0].api_key) == 410
+    assert refused_status(runtime, loans[0].api_key) == 410
     assert runtime.sessions.find(model.api_key) is not own
 
 
-async def test_a_rollout_that_is_run_again_waits_for_no_borrower_of_the_run_before(
-    world: World, logs: list[Any]
+async def test_a_repeated_rollout_waits_for_no_borrower_of_its_earlier_run(
+    ended: AgentEnded, logs: list[Any]
 ) -> None:
-    runtime = world.runtime
+    runtime = ended.runtime
     loan = runtime.lend(ROLLOUT, "judge", appends=True)
     runtime.cleanup_group(GROUP)
     again = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 7)
@@ -243,10 +246,10 @@ async def test_a_rollout_that_is_run_again_waits_for_no_borrower_of_the_run_befo
 
 
 @pytest.mark.parametrize("appends", [True, False])
-async def test_a_run_that_is_begun_again_takes_back_what_was_lent_of_the_run_before(
-    world: World, logs: list[Any], appends: bool
+async def test_a_repeated_rollout_recalls_the_loans_of_its_earlier_run(
+    ended: AgentEnded, logs: list[Any], appends: bool
 ) -> None:
-    runtime, before = world.runtime, world.opened.session
+    runtime, before = ended.runtime, ended.opened.session
     loan = runtime.lend(ROLLOUT, "judge", appends=appends)
     lent = runtime.sessions.find(loan.api_key)
     await call(lent, turn(MORE))
@@ -254,7 +257,7 @@ async def test_a_run_that_is_begun_again_takes_back_what_was_lent_of_the_run_bef
     assert [(log["borrower"], log["why"]) for log in logs] == [
         ("judge", "the rollout is run again")
     ]
-    assert over(runtime, loan.api_key) == 410
+    assert refused_status(runtime, loan.api_key) == 410
     assert before.held_bytes == lent.held_bytes == sum(runtime.held().values()) == 0
     loan.release()
     assert (
@@ -264,16 +267,16 @@ async def test_a_run_that_is_begun_again_takes_back_what_was_lent_of_the_run_bef
     assert runtime.entries() == EMPTY
 
 
-async def test_nothing_of_a_lent_scope_waits_for_the_collector(world: World) -> None:
-    runtime = world.runtime
-    world.sampler.keeps = False
+async def test_a_lent_scope_is_freed_without_the_garbage_collector(ended: AgentEnded) -> None:
+    runtime = ended.runtime
+    ended.sampler.keeps = False
     loan = runtime.lend(ROLLOUT, "judge", appends=True)
-    own = weakref.ref(world.opened.session)
+    own = weakref.ref(ended.opened.session)
     gc.disable()
     try:
-        del world.opened
-        world.sampler.requests.clear()
-        world.sampler.generations.clear()
+        del ended.opened
+        ended.sampler.requests.clear()
+        ended.sampler.generations.clear()
         runtime.cleanup_group(GROUP)
         loan.release()
         assert own() is None

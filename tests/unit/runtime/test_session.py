@@ -32,25 +32,25 @@ from tests.unit.runtime.session_world import (
     USER,
     Message,
     Say,
+    assistant,
     call,
     open_session,
-    said,
     trained,
     turn,
     with_fields,
 )
 
 
-async def test_the_next_prompt_is_the_exact_tokens_so_far_and_the_new_message(
+async def test_the_next_prompt_is_the_exact_earlier_tokens_and_the_new_message(
     prompts: Prompts, tokenizer: Tokenizer, say: Say
 ) -> None:
-    # Sampled letter by letter, as no tokenizer would split it.
+    # Sampled letter by letter, which no tokenizer would produce.
     letters = [i for char in "I guess 4" for i in tokenizer.encode(char)] + [*say("")]
     assert letters != say("I guess 4")
     sampler = ScriptedSampler([letters, say("5")])
     session = open_session(sampler, prompts)
     first, answer = await call(session, turn(USER))
-    await call(session, turn(USER, said(answer.content), MORE))
+    await call(session, turn(USER, assistant(answer.content), MORE))
     before, after = (list(request.prompt_ids) for request in sampler.requests)
     assert after[: len(before) + len(letters)] == before + letters
     rest = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
@@ -58,14 +58,14 @@ async def test_the_next_prompt_is_the_exact_tokens_so_far_and_the_new_message(
     assert first.finish_reason == "stop"
 
 
-async def test_a_call_that_ends_with_an_answer_does_not_spoil_the_next_prompt(
+async def test_a_request_that_ends_with_an_answer_does_not_change_the_next_prompt(
     prompts: Prompts, tokenizer: Tokenizer, say: Say
 ) -> None:
     sampler = ScriptedSampler([say("4"), say("5"), say("6")])
     session = open_session(sampler, prompts)
     await call(session, turn(USER))
-    await call(session, turn(USER, said("4")))
-    await call(session, turn(USER, said("4"), MORE))
+    await call(session, turn(USER, assistant("4")))
+    await call(session, turn(USER, assistant("4"), MORE))
     first, _, last = (list(request.prompt_ids) for request in sampler.requests)
     rest = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(last) == tokenizer.decode([*first, *say("4")]) + rest
@@ -74,13 +74,11 @@ async def test_a_call_that_ends_with_an_answer_does_not_spoil_the_next_prompt(
     assert [row.cause for row in session.fork_report().forks] == [ForkCause.REWOUND]
 
 
-async def test_the_record_holds_each_token_once_with_its_logprob(
-    prompts: Prompts, say: Say
-) -> None:
+async def test_the_record_has_each_token_once_with_its_logprob(prompts: Prompts, say: Say) -> None:
     sampler = ScriptedSampler([say("4"), say("5")])
     session = open_session(sampler, prompts)
     await call(session, turn(USER))
-    await call(session, turn(USER, said("4"), MORE))
+    await call(session, turn(USER, assistant("4"), MORE))
     session.seal("done")
     record = session.record()
     assert [(n.parent, n.sampled, n.branch) for n in record.nodes] == [
@@ -98,14 +96,12 @@ async def test_the_record_holds_each_token_once_with_its_logprob(
     assert [message["content"] for message in shown] == ["guess", "4", "higher", "5"]
 
 
-async def test_the_record_says_where_and_by_which_api_each_turn_was_sampled(
-    prompts: Prompts, say: Say
-) -> None:
+async def test_the_record_has_the_engine_and_api_of_each_turn(prompts: Prompts, say: Say) -> None:
     sampler = ScriptedSampler([say("4"), say("5")])
     session = open_session(sampler, prompts)
     await call(session, with_fields(turn(USER), dialect="messages"))
     sampler.engine = "http://other"
-    await call(session, with_fields(turn(USER, said("4"), MORE), dialect="responses"))
+    await call(session, with_fields(turn(USER, assistant("4"), MORE), dialect="responses"))
     session.seal("done")
     record = session.record()
     turns = [node for node in record.nodes if node.sampled]
@@ -114,9 +110,7 @@ async def test_the_record_says_where_and_by_which_api_each_turn_was_sampled(
     assert [node.dialect for node in record.nodes] == ["", "messages", "", "responses"]
 
 
-async def test_a_reader_that_left_finds_its_generation_parked_and_resumes_it(
-    prompts: Prompts, say: Say
-) -> None:
+async def test_a_returning_reader_resumes_its_parked_generation(prompts: Prompts, say: Say) -> None:
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts)
     (reply,) = await session.attach(turn(USER))
@@ -135,7 +129,7 @@ async def test_a_reader_that_left_finds_its_generation_parked_and_resumes_it(
     again.leave()
 
 
-async def test_a_generation_that_nobody_comes_back_for_is_void(prompts: Prompts, say: Say) -> None:
+async def test_an_abandoned_generation_is_void(prompts: Prompts, say: Say) -> None:
     clock = FakeClock()
     sampler = ScriptedSampler(None, GenerationSettings(retry_window_s=30.0), clock)
     session = open_session(sampler, prompts)
@@ -178,13 +172,13 @@ async def _seal(session: Session) -> None:
     session.seal("the rollout ended")
 
 
-async def test_what_was_sampled_but_not_delivered_is_void(prompts: Prompts, say: Say) -> None:
+async def test_an_undelivered_answer_is_void(prompts: Prompts, say: Say) -> None:
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts)
     (finished,) = await session.attach(turn(USER))
     sampler.generations[0].end(*say("4"))
     session.finish(finished)
-    await session.attach(turn(USER, said("4"), MORE))
+    await session.attach(turn(USER, assistant("4"), MORE))
     sampler.generations[1].show(*say("5")[:1])
     session.seal("the rollout ended")
     rows = [n.finish_reason for n in session.record().nodes if n.sampled]
@@ -192,7 +186,7 @@ async def test_what_was_sampled_but_not_delivered_is_void(prompts: Prompts, say:
 
 
 @pytest.mark.parametrize(("is_refused", "status"), [(True, 400), (False, 503)])
-async def test_a_failed_generation_gives_its_status_and_a_retry_starts_anew(
+async def test_a_failed_generation_returns_its_status_and_a_retry_starts_again(
     prompts: Prompts, say: Say, is_refused: bool, status: int
 ) -> None:
     settings = GenerationSettings(max_fruitless_attempts=0)
@@ -210,14 +204,14 @@ async def test_a_failed_generation_gives_its_status_and_a_retry_starts_anew(
 
 
 @pytest.mark.parametrize(("is_refused", "status"), [(True, 400), (False, 503)])
-async def test_another_call_does_not_hide_why_one_failed(
+async def test_the_error_of_a_failed_call_survives_another_call(
     prompts: Prompts, say: Say, is_refused: bool, status: int
 ) -> None:
     sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
     session = open_session(sampler, prompts)
     readers = [(await session.attach(turn(USER)))[0] for _ in range(2)]
     sampler.generations[0].fail("out of memory", is_refused)
-    await session.attach(turn(MORE))  # arrives before the readers are woken
+    await session.attach(turn(MORE))  # The call arrives before the readers are woken.
     for reader in readers:
         with pytest.raises(SessionError) as caught:
             session.finish(reader)
@@ -225,7 +219,7 @@ async def test_another_call_does_not_hide_why_one_failed(
     assert bool(session.engine_fault) == (not is_refused)
 
 
-async def test_a_prompt_that_leaves_no_room_is_refused_in_openais_words(
+async def test_a_prompt_that_fills_the_context_is_refused_with_openais_message(
     prompts: Prompts,
 ) -> None:
     session = open_session(ScriptedSampler(), prompts, max_context_tokens=4)
@@ -234,7 +228,7 @@ async def test_a_prompt_that_leaves_no_room_is_refused_in_openais_words(
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 
 
-async def test_long_text_is_tokenised_off_the_loop_and_matched_again(
+async def test_long_text_is_tokenised_off_the_loop_and_then_matched(
     prompts: Prompts, say: Say
 ) -> None:
     sampler = ScriptedSampler(lambda _: say("4"))
@@ -249,7 +243,7 @@ async def test_long_text_is_tokenised_off_the_loop_and_matched_again(
 
 
 class CountedPrompts(Prompts):
-    """Counts the chats that are rendered as a whole."""
+    """Count the chats that are rendered completely."""
 
     num_first = 0
 
@@ -267,28 +261,26 @@ async def test_a_long_first_text_is_rendered_once(
     assert prompts.num_first == 1
 
 
-async def test_an_edited_history_forks_and_says_so(prompts: Prompts, say: Say) -> None:
+async def test_an_edited_history_forks_and_is_reported(prompts: Prompts, say: Say) -> None:
     session = open_session(ScriptedSampler(lambda _: say("4")), prompts)
     await call(session, turn(USER))
-    await call(session, turn(USER, said("7"), MORE))
+    await call(session, turn(USER, assistant("7"), MORE))
     assert [row.cause for row in session.fork_report().forks] == [ForkCause.EDITED]
     session.seal("done")
     assert [n.parent for n in session.record().nodes] == [-1, 0, -1, 2]
 
 
-async def test_a_lone_call_without_tools_is_a_side_branch(prompts: Prompts, say: Say) -> None:
+async def test_a_single_call_without_tools_is_a_side_branch(prompts: Prompts, say: Say) -> None:
     session = open_session(ScriptedSampler(lambda _: say("4")), prompts)
     title = turn({"role": "system", "content": "make a title"}, USER)
     await call(session, title)
     await call(session, turn(USER, tools=TOOLS))
-    await call(session, turn(USER, said("4"), MORE, tools=TOOLS))
+    await call(session, turn(USER, assistant("4"), MORE, tools=TOOLS))
     session.seal("done")
     assert [n.branch for n in session.record().nodes] == ["side"] * 2 + ["main"] * 4
 
 
-async def test_tool_calls_are_known_by_id_when_the_agent_comes_back(
-    prompts: Prompts, say: Say
-) -> None:
+async def test_tool_calls_are_matched_by_id_in_the_next_request(prompts: Prompts, say: Say) -> None:
     markup = '<tool_call>\n{"name": "f", "arguments": {"a":   1}}\n</tool_call>'
     sampler = ScriptedSampler([say(markup), say("done")])
     session = open_session(sampler, prompts)
@@ -308,7 +300,9 @@ async def test_tool_calls_are_known_by_id_when_the_agent_comes_back(
     assert not session.fork_report().forks
 
 
-async def test_a_stop_string_ends_the_text_but_its_tokens_stay(prompts: Prompts, say: Say) -> None:
+async def test_a_stop_string_ends_the_text_and_its_tokens_are_kept(
+    prompts: Prompts, say: Say
+) -> None:
     session = open_session(ScriptedSampler([say("go Observation: x")]), prompts)
     asked = turn(USER)
     asked = msgspec.structs.replace(asked, sampling=RequestedSampling(stop=("Observation:",)))
@@ -324,30 +318,30 @@ async def test_a_stop_string_in_the_reasoning_ends_it_too(prompts: Prompts, say:
     assert (answer.content, answer.reasoning) == ("", "hm")
 
 
-async def test_a_session_never_goes_back_to_older_weights(prompts: Prompts, say: Say) -> None:
+async def test_a_session_never_returns_to_older_weights(prompts: Prompts, say: Say) -> None:
     sampler = ScriptedSampler(lambda _: say("4"))
     sampler.policy_version = 5
     session = open_session(sampler, prompts)
     await call(session, turn(USER))
-    await call(session, turn(USER, said("4"), MORE))
+    await call(session, turn(USER, assistant("4"), MORE))
     assert [request.min_policy_version for request in sampler.requests] == [-1, 5]
 
 
-async def test_a_call_that_was_cut_short_is_no_reason_to_call(
+async def test_a_truncated_call_is_not_the_finish_reason(
     prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts)
     (reply,) = await session.attach(turn(USER, tools=TOOLS))
     reply.join()
-    said = tokenizer.encode('<tool_call>\n{"name": "f", "arguments": {"a": "lo')
-    sampler.generations[0].end(*said, reason="length")
+    sampled = tokenizer.encode('<tool_call>\n{"name": "f", "arguments": {"a": "lo')
+    sampler.generations[0].end(*sampled, reason="length")
     answer = session.finish(reply)
     assert [call.arguments for call in answer.tool_calls] == ['{"a": "lo']
     assert reply.finish_reason == "length"
 
 
-async def test_what_the_policy_decides_is_in_the_params_and_named(
+async def test_settings_that_the_policy_overrides_are_in_the_params_and_reported(
     prompts: Prompts, say: Say
 ) -> None:
     grammar = OutputGrammar("regex", "[0-9]")
@@ -367,13 +361,13 @@ async def test_what_the_policy_decides_is_in_the_params_and_named(
     assert bound.head.params.grammar is None
 
 
-async def test_a_bias_on_a_token_that_the_model_has_not_is_refused(prompts: Prompts) -> None:
+async def test_a_bias_on_a_token_outside_the_vocabulary_is_refused(prompts: Prompts) -> None:
     ask = RequestedSampling(logit_bias=((10**9, 1.0),))
     with pytest.raises(SessionError, match="logit_bias: expected token ids"):
         await open_session(ScriptedSampler(), prompts).attach(with_fields(turn(USER), sampling=ask))
 
 
-async def test_a_session_that_ends_early_refuses_new_calls_and_finishes_those_under_way(
+async def test_a_session_that_ends_early_refuses_new_calls_and_finishes_running_ones(
     prompts: Prompts, say: Say
 ) -> None:
     sampler = ScriptedSampler()
@@ -385,14 +379,14 @@ async def test_a_session_that_ends_early_refuses_new_calls_and_finishes_those_un
     with pytest.raises(SessionError, match="too large") as caught:
         await session.attach(turn(MORE))
     assert (caught.value.status, caught.value.code) == (400, "session_over_limit")
-    assert (await session.attach(turn(USER)))[0] is reply  # the same call
+    assert (await session.attach(turn(USER)))[0] is reply  # a repetition of the same call
     sampler.generations[0].end(*say("4"))
     assert session.finish(reply).content == "4"
     session.delivered(reply)
     assert trained(session) == [(0, False, "stop")]
 
 
-async def test_a_session_that_ended_early_is_not_opened_again_for_anybody(
+async def test_a_session_that_ended_early_is_not_opened_again(
     prompts: Prompts,
 ) -> None:
     session = open_session(ScriptedSampler(), prompts)

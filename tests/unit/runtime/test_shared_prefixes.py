@@ -19,7 +19,7 @@ from rollmesh.runtime.session import SessionRecord
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.history_world import Held
+from tests.unit.runtime.history_world import StoredChat
 from tests.unit.runtime.history_world import turn as history_turn
 from tests.unit.runtime.random_chats import RandomAgent
 from tests.unit.runtime.session_world import (
@@ -29,9 +29,9 @@ from tests.unit.runtime.session_world import (
     USER,
     Message,
     Say,
+    assistant,
     call,
     open_session,
-    said,
     turn,
 )
 
@@ -42,7 +42,7 @@ def as_array(*messages: Message, tools: bytes = b"") -> Turn:
 
 
 def two_in_one(raw: bytes, _: int) -> list[ChatMessage]:
-    """A unit that is two messages."""
+    """Read a unit as two messages."""
     text = msgspec.json.decode(raw)["content"]
     return [ChatMessage("user", text), ChatMessage("assistant", "I see.")]
 
@@ -51,14 +51,16 @@ def of_pairs(*messages: Message) -> Turn:
     return msgspec.structs.replace(turn(*messages), read=two_in_one)
 
 
-async def talk(
+async def run_session(
     prompts: Prompts, say: Say, ask: Callable[..., Turn], shared_prefixes: SharedPrefixes
 ) -> tuple[SessionRecord, list[list[int]]]:
-    """Three requests, one of them repeated; the record, and the prompts that were sampled after."""
+    """Send three requests, one of them twice; return the record and the prompts that were
+    sampled.
+    """
     sampler = ScriptedSampler(lambda _: say("4"))
     session = open_session(sampler, prompts, shared_prefixes=shared_prefixes)
     first = (SYSTEM, USER)
-    for asked in (first, (*first, said("4"), MORE), first):
+    for asked in (first, (*first, assistant("4"), MORE), first):
         await call(session, ask(*asked))
     session.seal("done")
     asked_ids = [list(request.prompt_ids) for request in sampler.requests]
@@ -78,17 +80,17 @@ async def talk(
     ],
     ids=["units", "array", "pairs", "tools", "array with tools"],
 )
-async def test_a_session_that_begins_like_another_comes_to_hold_the_same(
+async def test_a_session_with_a_shared_prefix_has_the_same_record(
     prompts: Prompts, say: Say, ask: Callable[..., Turn]
 ) -> None:
     shared_prefixes = SharedPrefixes()
-    alone = await talk(prompts, say, ask, shared_prefixes)
+    alone = await run_session(prompts, say, ask, shared_prefixes)
     assert shared_prefixes.find(ask(SYSTEM, USER)) is not None
-    assert await talk(prompts, say, ask, shared_prefixes) == alone
+    assert await run_session(prompts, say, ask, shared_prefixes) == alone
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_whatever_follows_an_opening_is_as_it_would_be_without(
+async def test_a_shared_prefix_changes_no_later_turn(
     prompts: Prompts, tokenizer: Tokenizer, seed: int
 ) -> None:
     shared_prefixes, records = SharedPrefixes(), []
@@ -109,50 +111,48 @@ async def test_a_groups_first_prompt_is_rendered_once(prompts: Prompts, say: Say
     assert all(other is first for other in others)
 
 
-async def test_other_tools_or_another_reading_are_another_opening(
-    prompts: Prompts, say: Say
-) -> None:
+async def test_other_tools_or_another_parser_are_another_prefix(prompts: Prompts, say: Say) -> None:
     shared_prefixes, sampler = SharedPrefixes(), ScriptedSampler(lambda _: say("4"))
     for asked in (turn(USER), turn(USER, tools=TOOLS), of_pairs(USER), turn(SYSTEM, USER)):
         await call(open_session(sampler, prompts, shared_prefixes=shared_prefixes), asked)
     assert len({bytes(request.prompt_json) for request in sampler.requests}) == 4
 
 
-def test_the_images_of_an_opening_are_held_too() -> None:
+def test_the_images_of_a_shared_prefix_are_stored_too() -> None:
     address = "data:image/png;base64,iVBORw0KGgo="
     shown: Message = {
         "role": "user",
         "content": [{"type": "image_url", "image_url": {"url": address}}],
     }
-    held = Held()
-    match, context = held.ask(history_turn(shown))
-    other = Held()
-    other.history.begin(held.history.line(match, context), 0)
-    assert other.history.images == held.history.images != {}
+    stored = StoredChat()
+    match, context = stored.ask(history_turn(shown))
+    other = StoredChat()
+    other.history.begin(stored.history.line(match, context), 0)
+    assert other.history.images == stored.history.images != {}
     assert other.history.match(history_turn(shown)).is_held
 
 
-async def test_an_opening_holds_no_image_and_is_lost_with_the_last_that_does() -> None:
+async def test_a_shared_prefix_retains_no_image_and_is_dropped_with_its_last_image() -> None:
     address = "data:image/png;base64," + "aW1hZ2Vz" * 70
     shown: Message = {
         "role": "user",
         "content": [{"type": "image_url", "image_url": {"url": address}}],
     }
-    held, asked, shared_prefixes = Held(), history_turn(shown), SharedPrefixes()
-    match, context = held.ask(asked)
-    line = held.history.line(match, context)
+    stored, asked, shared_prefixes = StoredChat(), history_turn(shown), SharedPrefixes()
+    match, context = stored.ask(asked)
+    line = stored.history.line(match, context)
     shared_prefixes.keep(asked, SharedPrefix(line, RootKind(0, 0), [1], b"1", tuple(line.images)))
     found = shared_prefixes.find(asked)
     assert found is not None
     assert (found.line, shared_prefixes.num_openings) == (line, 1)
     image = weakref.ref(next(iter(line.images.values())))
-    del held, match, context, line, found
+    del stored, match, context, line, found
     assert image() is None
     assert shared_prefixes.find(asked) is None
     assert (shared_prefixes.num_openings, shared_prefixes.num_bytes) == (0, 0)
 
 
-async def test_openings_are_bounded_in_bytes(prompts: Prompts, say: Say) -> None:
+async def test_shared_prefixes_are_bounded_in_bytes(prompts: Prompts, say: Say) -> None:
     shared_prefixes = SharedPrefixes()
     for n in range(2 * MAX_BYTES // MAX_PREFIX_BYTES):
         asked = turn({"role": "user", "content": f"{n} " + "a " * (MAX_PREFIX_BYTES // 20)})
@@ -165,7 +165,7 @@ async def test_openings_are_bounded_in_bytes(prompts: Prompts, say: Say) -> None
     assert shared_prefixes.num_bytes > 0.9 * MAX_BYTES
 
 
-async def test_openings_are_bounded_in_number_and_size(prompts: Prompts, say: Say) -> None:
+async def test_shared_prefixes_are_bounded_in_number_and_size(prompts: Prompts, say: Say) -> None:
     shared_prefixes = SharedPrefixes()
     asked = [turn({"role": "user", "content": str(n)}) for n in range(MAX_PREFIXES + 1)]
     large = turn({"role": "user", "content": "a" * MAX_PREFIX_BYTES})
@@ -178,7 +178,7 @@ async def test_openings_are_bounded_in_number_and_size(prompts: Prompts, say: Sa
     ]  # fmt: skip
 
 
-async def test_only_a_sessions_first_request_is_an_opening(prompts: Prompts, say: Say) -> None:
+async def test_only_a_sessions_first_request_is_a_shared_prefix(prompts: Prompts, say: Say) -> None:
     shared_prefixes = SharedPrefixes()
     session = open_session(
         ScriptedSampler(lambda _: say("4")), prompts, shared_prefixes=shared_prefixes

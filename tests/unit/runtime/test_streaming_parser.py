@@ -40,7 +40,7 @@ PIECES = [
 
 
 class Fold:
-    """The pieces that a client receives; asserts their order."""
+    """The pieces that a client receives, with assertions about their order."""
 
     def __init__(self) -> None:
         self.content = self.reasoning = ""
@@ -112,7 +112,7 @@ def encoded(tokenizer: Tokenizer, pieces: Sequence[str]) -> list[int]:
     style=st.sampled_from(CallStyle),
     stop=st.sampled_from([(), ("Observation:",), ("}", "hello w")]),
 )
-def test_however_a_reply_is_cut_it_says_the_same(
+def test_a_reply_is_parsed_equally_however_it_is_split(
     tokenizer: Tokenizer,
     pieces: list[str],
     sizes: list[int],
@@ -138,7 +138,7 @@ def test_however_a_reply_is_cut_it_says_the_same(
     ),
     sizes=st.lists(st.integers(1, 5), max_size=60),
 )
-def test_a_well_formed_reply_says_what_the_library_hears(
+def test_a_well_formed_reply_is_parsed_as_by_the_library(
     prompts: Prompts,
     family: Family,
     tokenizer: Tokenizer,
@@ -147,20 +147,20 @@ def test_a_well_formed_reply_says_what_the_library_hears(
     calls: list[dict[str, object]],
     sizes: list[int],
 ) -> None:
-    said = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
+    sampled = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
     blocks = [json.dumps({"name": "f", "arguments": a}, ensure_ascii=False) for a in calls]
-    said += content + "".join(f"\n<tool_call>\n{block}\n</tool_call>" for block in blocks) + END
-    ids = tokenizer.encode(said)
+    sampled += content + "".join(f"\n<tool_call>\n{block}\n</tool_call>" for block in blocks) + END
+    ids = tokenizer.encode(sampled)
     library = cast("Parser", family.renderer)
-    heard = library.parse_response(ids, tools=None, prompt_ids=None)
+    expected = library.parse_response(ids, tools=None, prompt_ids=None)
     own = read(prompts.reader(ParseOptions((), True, "call")), ids, sizes)
-    assert (own.content, own.reasoning) == (heard.content, heard.reasoning_content or "")
+    assert (own.content, own.reasoning) == (expected.content, expected.reasoning_content or "")
     assert [json.loads(call.arguments) for call in own.tool_calls] == [
-        call.arguments for call in heard.tool_calls
+        call.arguments for call in expected.tool_calls
     ]
 
 
-def test_text_reasoning_and_calls_are_sent_as_they_come(
+def test_text_reasoning_and_calls_are_streamed_as_they_are_sampled(
     prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
     reader = prompts.reader(ParseOptions((), True, "c"))
@@ -173,7 +173,7 @@ def test_text_reasoning_and_calls_are_sent_as_they_come(
 
 
 @pytest.mark.parametrize("stop", ["Observation:", "s"])
-def test_the_beginning_of_a_stop_string_waits(
+def test_the_beginning_of_a_stop_string_is_held_back(
     prompts: Prompts, tokenizer: Tokenizer, stop: str
 ) -> None:
     reader = prompts.reader(ParseOptions((stop,), False))
@@ -185,7 +185,7 @@ def test_the_beginning_of_a_stop_string_waits(
 
 
 @pytest.mark.parametrize(
-    ("said", "content", "reasoning", "arguments"),
+    ("sampled", "content", "reasoning", "arguments"),
     [
         ("go Obs: on", "go", "", []),
         ("<think>hm Obs: x</think>4", "", "hm", []),
@@ -198,15 +198,17 @@ def test_the_beginning_of_a_stop_string_waits(
         ('a<tool_call>{"na Obs: ', 'a<tool_call>{"na', "", []),
     ],
 )
-def test_nothing_from_a_stop_string_on_is_said(
+def test_nothing_after_a_stop_string_is_in_the_reply(
     prompts: Prompts,
     tokenizer: Tokenizer,
-    said: str,
+    sampled: str,
     content: str,
     reasoning: str,
     arguments: list[str],
 ) -> None:
-    answer = read(prompts.reader(ParseOptions(("Obs:",), True)), tokenizer.encode(said), [1] * 99)
+    answer = read(
+        prompts.reader(ParseOptions(("Obs:",), True)), tokenizer.encode(sampled), [1] * 99
+    )
     assert (answer.content, answer.reasoning) == (content, reasoning)
     assert [call.arguments for call in answer.tool_calls] == arguments
 
@@ -226,7 +228,7 @@ def test_nothing_from_a_stop_string_on_is_said(
         ("[]", []),
     ],
 )
-def test_a_block_is_a_call_from_the_moment_that_its_name_is_read(
+def test_a_block_is_a_call_as_soon_as_its_name_is_complete(
     prompts: Prompts, tokenizer: Tokenizer, block: str, calls: list[tuple[str, str]]
 ) -> None:
     ids = tokenizer.encode(f"so <tool_call>\n{block}\n</tool_call>{END}")
@@ -237,15 +239,15 @@ def test_a_block_is_a_call_from_the_moment_that_its_name_is_read(
     assert answer.content == text
 
 
-def test_a_reply_cut_short_in_a_call_keeps_what_was_said_of_it(
+def test_a_reply_truncated_in_a_call_keeps_the_sampled_part(
     prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
-    said = '<tool_call>\n{"name": "f", "arguments": {"a": "long'
-    answer = read(prompts.reader(ParseOptions((), True, "c")), tokenizer.encode(said), [3])
+    sampled = '<tool_call>\n{"name": "f", "arguments": {"a": "long'
+    answer = read(prompts.reader(ParseOptions((), True, "c")), tokenizer.encode(sampled), [3])
     assert answer == ParsedReply("", "", (ToolCall("c_0", "f", '{"a": "long'),))
 
 
-def test_what_is_said_behind_a_call_comes_last(prompts: Prompts, tokenizer: Tokenizer) -> None:
+def test_text_after_a_call_comes_last(prompts: Prompts, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(f"so {CALL} and on{END}")
     answer = read(prompts.reader(ParseOptions((), True)), ids, [1] * len(ids))
     assert answer.content == "so  and on"
@@ -253,7 +255,7 @@ def test_what_is_said_behind_a_call_comes_last(prompts: Prompts, tokenizer: Toke
 
 
 @pytest.mark.parametrize(
-    ("said", "content", "reasoning", "num_calls"),
+    ("sampled", "content", "reasoning", "num_calls"),
     [
         (f"<think>maybe {CALL} no</think>4", "4", f"maybe {CALL} no", 0),
         (f"<think>why {CALL}", "", "why", 1),
@@ -262,22 +264,22 @@ def test_what_is_said_behind_a_call_comes_last(prompts: Prompts, tokenizer: Toke
         ("A <think>why</think>", "A <think>why</think>", "", 0),
     ],
 )
-def test_a_call_in_reasoning_is_a_draft_unless_nothing_closes_the_reasoning(
+def test_a_call_in_reasoning_is_ignored_if_the_reasoning_is_closed(
     prompts: Prompts,
     tokenizer: Tokenizer,
-    said: str,
+    sampled: str,
     content: str,
     reasoning: str,
     num_calls: int,
 ) -> None:
-    ids = tokenizer.encode(said)
+    ids = tokenizer.encode(sampled)
     answer = read(prompts.reader(ParseOptions((), True)), ids, [1] * len(ids))
     assert (answer.content, answer.reasoning) == (content, reasoning)
     assert len(answer.tool_calls) == num_calls
 
 
 @pytest.mark.parametrize(
-    ("said", "content", "reasoning"),
+    ("sampled", "content", "reasoning"),
     [
         (f"so {CALL}", f"so {CALL}", ""),
         ("<think>why</think>A<tool_call>B", "A<tool_call>B", "why"),
@@ -285,14 +287,14 @@ def test_a_call_in_reasoning_is_a_draft_unless_nothing_closes_the_reasoning(
         ("A <think>why</think><tool_call>B", "A <think>why</think><tool_call>B", ""),
     ],
 )
-def test_markup_is_text_where_no_calls_are_read(
-    prompts: Prompts, tokenizer: Tokenizer, said: str, content: str, reasoning: str
+def test_markup_is_text_where_no_calls_are_parsed(
+    prompts: Prompts, tokenizer: Tokenizer, sampled: str, content: str, reasoning: str
 ) -> None:
-    answer = read(prompts.reader(ParseOptions((), False)), tokenizer.encode(said), [2])
+    answer = read(prompts.reader(ParseOptions((), False)), tokenizer.encode(sampled), [2])
     assert answer == ParsedReply(content, reasoning)
 
 
-def test_xml_values_are_json_by_their_declared_types(tokenizer: Tokenizer) -> None:
+def test_xml_values_become_json_of_their_declared_types(tokenizer: Tokenizer) -> None:
     marks = marks_of(tokenizer, CallStyle.XML)
     ids = tokenizer.encode(f"so\n{XML}{END}")
     reader = StreamingParser(tokenizer, marks, ParseOptions(reads_calls=True, tools=TOOLS))

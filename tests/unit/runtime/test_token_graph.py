@@ -17,7 +17,7 @@ from rollmesh.runtime.conversation.token_graph import (
 )
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.session_world import Message, Say, call, open_session, said, turn
+from tests.unit.runtime.session_world import Message, Say, assistant, call, open_session, turn
 
 PARAMS = SamplingParams(max_tokens=8)
 
@@ -38,7 +38,7 @@ def forked() -> TokenGraph:
     return graph
 
 
-def test_a_path_is_what_the_engine_was_given() -> None:
+def test_a_path_is_the_prompt_of_the_engine() -> None:
     graph = forked()
     assert list(graph.path_ids(4)) == [1, 2, 3, 4, 6, 7]
     assert list(graph.path_ids(2)) == [1, 2, 5]
@@ -46,7 +46,7 @@ def test_a_path_is_what_the_engine_was_given() -> None:
     assert graph.depth_of(ROOT) == 0
 
 
-def test_each_token_is_held_once() -> None:
+def test_each_token_is_stored_once() -> None:
     graph = forked()
     assert graph.token_ids == array("i", [1, 2, 3, 4, 5, 6, 7])
     assert graph.logprobs == array("f", [-3, -4, -5, -7])
@@ -54,7 +54,7 @@ def test_each_token_is_held_once() -> None:
     assert list(graph.logprobs_of(4)) == [-7]
 
 
-def test_rows_come_in_order_with_their_roots_branch() -> None:
+def test_rows_are_in_order_and_have_the_branch_of_their_root() -> None:
     graph = forked()
     other = graph.add_context(ROOT, [9])
     rows = graph.rows({0: "main", other: "side"})
@@ -90,7 +90,7 @@ def test_engines_are_named_once_for_all_nodes() -> None:
     assert [row.dialect for row in rows] == ["messages"] * 5
 
 
-def test_its_bytes_are_what_it_takes() -> None:
+def test_its_byte_count_matches_the_allocated_memory() -> None:
     chance = random.Random(0)
     tracemalloc.start()
     graph, node = TokenGraph(), ROOT
@@ -119,7 +119,7 @@ def grow(graph: TokenGraph, node: int, num_tokens: int = 1) -> int:
     return graph.add_sampled(node, sampled)
 
 
-def test_the_line_with_tools_that_lasts_longest_is_main_whatever_others_sample() -> None:
+def test_the_longest_conversation_with_tools_is_main() -> None:
     graph = TokenGraph()
     grow(graph, ROOT)  # a title request
     end = grow(graph, ROOT)
@@ -139,7 +139,7 @@ def test_the_line_with_tools_that_lasts_longest_is_main_whatever_others_sample()
     assert set(branches.values()) == {"subagent"}
 
 
-def test_without_tools_the_line_of_the_first_call_is_main_and_nothing_is_a_side_call() -> None:
+def test_without_tools_the_first_conversation_is_main_and_nothing_is_a_side_call() -> None:
     graph = TokenGraph()
     grow(graph, ROOT)
     other = grow(graph, ROOT)
@@ -148,13 +148,15 @@ def test_without_tools_the_line_of_the_first_call_is_main_and_nothing_is_a_side_
     assert branches_of(graph, kinds) == {0: "main", 2: "subagent"}
 
 
-def test_of_lines_that_last_equally_long_the_last_active_one_is_main() -> None:
+def test_of_equally_long_conversations_the_last_active_one_is_main() -> None:
     chats = {0: RootChat(MAIN, 0, 4), 1: RootChat(HELPER, 1, 5)}
     assert assign(chats) == {0: "subagent", 1: "main"}
 
 
-def test_a_last_call_without_tools_stays_on_the_line_that_began_with_them() -> None:
-    """The last call of an agent that is out of steps: the same messages, without tools."""
+def test_a_last_call_without_tools_stays_in_its_conversation() -> None:
+    """For example the last call of an agent that is out of steps: the same messages, without
+    tools.
+    """
     chats = {
         0: RootChat(RootKind(5, 1, 9), 0, 3),
         1: RootChat(RootKind(0, 1, 9), 4, 5),
@@ -171,7 +173,7 @@ TOOLS = b'[{"type":"function","function":{"name":"task"}},{"type":"function"}]'
 HELPER_TOOLS = b'[{"type":"function","function":{"name":"read"}}]'
 
 
-async def test_claude_codes_main_line_is_main_beside_four_busier_sub_agents(
+async def test_claude_codes_main_conversation_is_main_beside_four_busier_subagents(
     prompts: Prompts, say: Say
 ) -> None:
     def system(text: str) -> Message:
@@ -192,13 +194,13 @@ async def test_claude_codes_main_line_is_main_beside_four_busier_sub_agents(
         helper = [system("You are a helper."), user(f"look at {number}")]
         for step in range(3):
             await call(session, turn(*helper, tools=HELPER_TOOLS))
-            helper += [said(lengths["helper"].strip()), user(f"result {step}")]
+            helper += [assistant(lengths["helper"].strip()), user(f"result {step}")]
     kind = "title"
     await call(session, turn(system("what is the topic"), user("results")))
     kind = "main"
-    line += [said("4"), user("all results")]
+    line += [assistant("4"), user("all results")]
     await call(session, turn(*line, tools=TOOLS))
-    await call(session, turn(*line, said("4"), user("give up"), tools=b""))
+    await call(session, turn(*line, assistant("4"), user("give up"), tools=b""))
     session.seal("done")
     record = session.record()
     branches = [node.branch for node in record.nodes if node.sampled]

@@ -18,7 +18,7 @@ from rollmesh.testing.model_folder import MARKS, SPECIAL_TOKENS, library_texts, 
 TEXT = "hello world \u00e9\u4f60 \U0001f642<|im_end|><think>x</think>"
 
 
-def test_decode_gives_what_the_library_gives(model_folder: Path, tokenizer: Tokenizer) -> None:
+def test_decoding_equals_the_librarys(model_folder: Path, tokenizer: Tokenizer) -> None:
     library = tokenizers.Tokenizer.from_file(str(model_folder / "tokenizer.json"))
     ids = tokenizer.encode(TEXT)
     assert ids == library.encode(TEXT, add_special_tokens=False).ids
@@ -31,12 +31,12 @@ def test_a_short_text_is_encoded_the_same_each_time(tokenizer: Tokenizer) -> Non
     assert tokenizer.encode("user\n") == first[:-1]
 
 
-def test_unknown_ids_are_no_text_and_no_crash(tokenizer: Tokenizer) -> None:
+def test_unknown_ids_are_decoded_to_no_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([tokenizer.vocab_size + 7]) == ""
 
 
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(0, 200), max_size=6))
-def test_pieces_join_to_the_whole_wherever_they_are_cut(
+def test_pieces_join_to_the_whole_text_wherever_they_are_split(
     tokenizer: Tokenizer, text: str, cuts: list[int]
 ) -> None:
     ids = tokenizer.encode(text)
@@ -46,7 +46,7 @@ def test_pieces_join_to_the_whole_wherever_they_are_cut(
     assert "".join(pieces) + stream.end() == tokenizer.decode(ids)
 
 
-def test_a_character_is_never_cut_in_two(tokenizer: Tokenizer) -> None:
+def test_a_character_is_never_split(tokenizer: Tokenizer) -> None:
     stream = tokenizer.stream()
     pieces = [stream.feed([i]) for i in tokenizer.encode("\u4f60")]
     assert [p for p in pieces if p] == ["\u4f60"]
@@ -55,7 +55,7 @@ def test_a_character_is_never_cut_in_two(tokenizer: Tokenizer) -> None:
     assert broken.end() == "\ufffd"
 
 
-def test_the_vocabulary_is_the_models_where_that_is_larger(tmp_path: Path) -> None:
+def test_the_vocabulary_size_is_the_models_if_that_is_larger(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path)
     assert load_tokenizer(folder).vocab_size < 4096
     (folder / "config.json").write_text('{"vocab_size": 4096}')
@@ -115,7 +115,7 @@ def test_code_is_encoded_as_the_library_does(
         assert large.encode(text) == library.encode(text, add_special_tokens=False).ids
 
 
-def test_a_million_blanks_are_encoded_too(large: Tokenizer) -> None:
+def test_a_million_blanks_are_encoded(large: Tokenizer) -> None:
     assert large.decode(large.encode(" " * 1_000_000)) == " " * 1_000_000
     assert large.decode(large.encode(" " * MAX_CHARS)) == " " * MAX_CHARS
 

@@ -37,8 +37,8 @@ JSON = st.recursive(
 )
 
 
-def told(reader: CallParser, text: str, sizes: list[int]) -> str:
-    """All pieces that a parser returns for a closed block."""
+def joined_pieces(reader: CallParser, text: str, sizes: list[int]) -> str:
+    """Return all pieces of a parser for a closed block, joined."""
     pieces, at = [], 0
     for size in [*sizes, len(text)]:
         pieces.append(reader.feed(text[at : at + size]))
@@ -51,12 +51,12 @@ def told(reader: CallParser, text: str, sizes: list[int]) -> str:
     indent=st.sampled_from([None, 2]),
     sizes=st.lists(st.integers(1, 7), max_size=40),
 )
-def test_the_arguments_of_a_json_call_are_told_as_they_were_written(
+def test_the_arguments_of_a_json_call_are_streamed_unchanged(
     arguments: dict[str, Any], indent: int | None, sizes: list[int]
 ) -> None:
     written = json.dumps(arguments, ensure_ascii=False, indent=indent)
     reader = JsonCall()
-    assert told(reader, f'\n{{"name": "f", "arguments": {written}}}\n', sizes) == written
+    assert joined_pieces(reader, f'\n{{"name": "f", "arguments": {written}}}\n', sizes) == written
     assert reader.name == "f"
 
 
@@ -64,23 +64,25 @@ def test_the_arguments_of_a_json_call_are_told_as_they_were_written(
     values=st.dictionaries(st.sampled_from(["s", "n", "u", "x"]), JSON, max_size=4),
     sizes=st.lists(st.integers(1, 7), max_size=60),
 )
-def test_an_xml_call_tells_what_the_library_reads(values: dict[str, Any], sizes: list[int]) -> None:
+def test_an_xml_call_is_parsed_as_by_the_library(values: dict[str, Any], sizes: list[int]) -> None:
     blocks = [f"<parameter={key}>\n{written(value)}\n</parameter>" for key, value in values.items()]
     block = "\n<function=f>\n" + "".join(f"{one}\n" for one in blocks) + "</function>\n"
     reader = XmlCall(STRINGS)
-    heard = told(reader, block, sizes)
+    parsed = joined_pieces(reader, block, sizes)
     assert reader.name == "f"
-    assert json.loads(heard) == library_arguments(block)
+    assert json.loads(parsed) == library_arguments(block)
 
 
 def written(value: Any) -> str:
-    """A value as templates write it, without white space that the library strips and we keep."""
+    """Return a value as templates write it, without white space that the library strips and
+    rollmesh keeps.
+    """
     text = value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return "x" if "<" in text else text
 
 
 def library_arguments(block: str) -> Any:
-    """The arguments of a whole block as the library parses them."""
+    """Return the arguments of a whole block as the library parses them."""
 
     class Characters:
         def decode(self, ids: list[int], **_: Any) -> str:
@@ -113,11 +115,11 @@ def library_arguments(block: str) -> Any:
         ("function=f", ""),
     ],
 )
-def test_a_closed_block_of_xml_is_json_whatever_it_lacks(block: str, arguments: str) -> None:
-    assert told(XmlCall(STRINGS), block, [1] * len(block)) == arguments
+def test_a_closed_block_of_xml_is_always_json(block: str, arguments: str) -> None:
+    assert joined_pieces(XmlCall(STRINGS), block, [1] * len(block)) == arguments
 
 
-def test_a_string_is_told_before_its_end_and_never_its_closing_tag() -> None:
+def test_a_string_is_streamed_before_its_end_and_without_its_closing_tag() -> None:
     reader = XmlCall(STRINGS)
     assert reader.feed("<function=f>\n<parameter=s>\none ") == '{"s": "one '
     assert reader.feed("two\n</param") == "two"
@@ -128,29 +130,31 @@ def test_a_string_is_told_before_its_end_and_never_its_closing_tag() -> None:
 
 @pytest.mark.parametrize("style", CallStyle)
 @pytest.mark.parametrize("name", ["f", ""])
-def test_an_opening_is_the_beginning_of_a_call(style: CallStyle, name: str) -> None:
+def test_a_call_opening_begins_a_call(style: CallStyle, name: str) -> None:
     rest = {
         CallStyle.JSON: ' {"s": "x"}}' if name else ' "f", "arguments": {"s": "x"}}',
         CallStyle.XML: ("" if name else "f>") + "\n<parameter=s>\nx\n</parameter>\n</function>",
     }
     reader = new_call(style, STRINGS)
-    assert told(reader, "\n" + call_opening(style, name) + rest[style], []) == '{"s": "x"}'
+    assert joined_pieces(reader, "\n" + call_opening(style, name) + rest[style], []) == '{"s": "x"}'
     assert reader.name == "f"
 
 
-def test_a_name_that_never_ends_costs_no_more_with_each_piece() -> None:
+def test_an_endless_name_costs_the_same_for_each_piece() -> None:
     reader = JsonCall()
-    assert told(reader, '{"name": "' + "f" * 9000 + '", "arguments": {}}', [1] * 9000) == "{}"
+    assert (
+        joined_pieces(reader, '{"name": "' + "f" * 9000 + '", "arguments": {}}', [1] * 9000) == "{}"
+    )
     assert reader.name == "f" * 9000
 
 
 @pytest.mark.parametrize("tools", [b"", b"null", b"[1]", b'[{"function": {"parameters": 3}}]'])
-def test_tools_that_cannot_be_read_declare_nothing(tools: bytes) -> None:
+def test_unreadable_tools_declare_no_types(tools: bytes) -> None:
     assert string_parameters(tools) == {}
     assert sole_function(tools) == ""
 
 
-def test_half_a_surrogate_pair_leaves_as_it_was_written() -> None:
+def test_half_a_surrogate_pair_is_unchanged() -> None:
     assert arguments_text("\ud800") == '"\\ud800"'
     assert arguments_text({"a": "\ud800"}) == '{"a": "\\ud800"}'
 
@@ -170,18 +174,18 @@ def matcher(*stops: str) -> StopStrings:
     return StopStrings(stops, Letters())
 
 
-def test_hit_names_the_token_that_completes_the_stop() -> None:
+def test_a_hit_names_the_token_that_completes_the_stop() -> None:
     assert matcher("end").push(ids("theendofit")) == StopHit(6, "end")
 
 
-def test_stop_may_begin_in_one_push_and_end_in_another() -> None:
+def test_a_stop_string_may_begin_in_one_push_and_end_in_another() -> None:
     stops = matcher("stop")
     assert stops.push(ids("xxst")) is None
     assert stops.push(ids("o")) is None
     assert stops.push(ids("pyy")) == StopHit(6, "stop")
 
 
-def test_earliest_completion_wins_among_several_stops() -> None:
+def test_the_earliest_of_several_stop_strings_wins() -> None:
     assert matcher("bcd", "bc").push(ids("abcd")) == StopHit(3, "bc")
 
 
@@ -190,7 +194,7 @@ def test_no_stop_string_never_hits() -> None:
     assert matcher("zz").push(ids("abcz")) is None
 
 
-def test_one_letter_stop_hits_although_nothing_is_remembered() -> None:
+def test_a_stop_string_of_one_letter_is_found() -> None:
     stops = matcher("z")
     assert stops.push(ids("abc")) is None
     assert stops.push(ids("z")) == StopHit(4, "z")

@@ -83,14 +83,14 @@ def test_requests_that_arrive_byte_by_byte_are_answered_on_one_connection(
 
 
 def test_pipelined_requests_are_answered_in_order(runner: asyncio.Runner) -> None:
-    running: list[HttpRequest] = []
+    in_progress: list[HttpRequest] = []
 
     async def handle(request: HttpRequest) -> None:
-        assert not running
-        running.append(request)
+        assert not in_progress
+        in_progress.append(request)
         await asyncio.sleep(0)
         await echo(request)
-        running.clear()
+        in_progress.clear()
 
     async def main() -> None:
         async with serving(handle) as running:
