@@ -32,7 +32,13 @@ FIRST_PID, MAX_PID = 2, 2**22
 """A launch is never the first process of a machine or a container."""
 
 
-class RunClaimRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RunClaimRecord(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    rename={"started_ticks": "life"},
+):
     """The content of a record."""
 
     run_id: Annotated[str, msgspec.Meta(min_length=1)]
@@ -41,10 +47,10 @@ class RunClaimRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Carried by the run's processes, possibly lengthened."""
     pid: Annotated[int, msgspec.Meta(ge=FIRST_PID, le=MAX_PID)]
     """Pid of the run's launch."""
-    life: Annotated[str, msgspec.Meta(pattern="^[0-9]{1,19}$")]
+    started_ticks: Annotated[str, msgspec.Meta(pattern="^[0-9]{1,19}$")]
     """When the launch started, in clock ticks since boot."""
     place: Annotated[str, msgspec.Meta(min_length=1)]
-    """Where `pid` and `life` are valid: boot, pid namespace and user."""
+    """Where `pid` and `started_ticks` are valid: boot, pid namespace and user."""
 
 
 class StoredClaim(msgspec.Struct, frozen=True):
@@ -56,12 +62,12 @@ class StoredClaim(msgspec.Struct, frozen=True):
     @property
     def is_alive(self) -> bool:
         """Whether the run's launch still runs."""
-        return start_ticks(self.claimed.pid) == self.claimed.life
+        return start_ticks(self.claimed.pid) == self.claimed.started_ticks
 
     def holds(self, pid: int) -> bool:
         """Return whether this process, which carries the mark, may belong to the run."""
         ticks, uid = start_ticks(pid), uid_of(pid)
-        is_later = ticks.isdecimal() and int(ticks) >= int(self.claimed.life)
+        is_later = ticks.isdecimal() and int(ticks) >= int(self.claimed.started_ticks)
         return is_later and (self.uid == 0 or uid == self.uid)
 
     def end_marked(self) -> int:

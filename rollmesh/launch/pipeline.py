@@ -170,7 +170,7 @@ def new_claim(share: Share, mark: str, runs: Path, *, owns_engines: bool) -> Run
             pipeline_id=share.pipeline_id,
             mark=mark,
             pid=pid,
-            life=ticks,
+            started_ticks=ticks,
             place=here,
         )
         record = str(write_claim(runs, claimed))
@@ -227,7 +227,7 @@ def end_dead_run(earlier: RunClaim, share: Share) -> None:
             f"{name}: its last run ({where}) has not reported its end, and cannot be checked "
             f"from here; once none of its processes is left, {free}"
         )
-    if start_ticks(earlier.pid) == earlier.life:
+    if start_ticks(earlier.pid) == earlier.started_ticks:
         raise ConfigError(f"{name} ({where}): {STILL_RUNNING}")
     try:
         record = read_claim(earlier.record, earlier.run_id, share.pipeline_id)

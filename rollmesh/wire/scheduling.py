@@ -328,8 +328,9 @@ class RunClaim(msgspec.Struct, frozen=True, array_like=True):
     """Pid of its launch."""
     place: str = ""
     """Machine and namespace of that pid: elsewhere its state is unknown."""
-    life: str = ""
-    """Distinguishes its launch from another process with the same pid."""
+    started_ticks: str = ""
+    """When the launch started, in clock ticks since boot; another process with the same pid has
+    another."""
     owns_engines: bool = True
     """Whether the engines are processes of the run, and die with it."""
     record: str = ""

@@ -101,6 +101,8 @@ def test_a_class_of_two_modules_is_found() -> None:
     (found,) = words.class_names([one, two])
     assert found.path == two.path
     assert list(words.class_names([one])) == []
+    (found,) = words.class_names([one, parse("benchmarks/lib/b.py", "class Book: ...\n")])
+    assert found.path == "benchmarks/lib/b.py"
 
 
 def test_a_word_of_a_page_is_found() -> None:

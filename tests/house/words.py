@@ -67,12 +67,15 @@ def plain_text(path: str, text: str) -> Iterator[Fault]:
 
 
 def class_names(modules: Iterable[Module]) -> Iterator[Fault]:
-    """Require that a class name is defined once in the package."""
+    """Require that a class name is defined once in the package, and a public one once in its
+    benchmarks and examples too."""
     places: dict[str, list[Fault]] = defaultdict(list)
     for module in modules:
-        if module.is_in("rollmesh"):
+        if module.is_in("rollmesh", "benchmarks", "examples"):
             for node in module.tree.body:
-                if isinstance(node, ast.ClassDef):
+                if isinstance(node, ast.ClassDef) and (
+                    module.is_in("rollmesh") or not node.name.startswith("_")
+                ):
                     places[node.name].append(module.fault(node, f"class {node.name}"))
     for name, found in places.items():
         if len(found) > 1 and name not in SHARED_CLASS_NAMES:

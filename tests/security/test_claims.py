@@ -48,7 +48,7 @@ def test_a_claim_that_names_another_runs_mark_ends_none_of_its_processes(
     other: ClaimedRun, tmp_path: Path
 ) -> None:
     """A stranger has claimed `math` with the mark of root's other run."""
-    forged = msgspec.structs.replace(other.claim, run_id=other.mark, record="", life="1")
+    forged = msgspec.structs.replace(other.claim, run_id=other.mark, record="", started_ticks="1")
     with pytest.raises(ConfigError, match=r"--pipeline math: .*its record '' cannot be read"):
         next_run(forged, tmp_path)
     assert is_running(other)

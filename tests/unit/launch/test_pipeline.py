@@ -145,7 +145,7 @@ def dead_run(runs: Path, mark: str, launch: int, start: str = "0") -> RunClaim:
     record = Path(run.record)
     record_fields = msgspec.json.decode(record.read_bytes()) | {"pid": launch, "life": start}
     record.write_bytes(msgspec.json.encode(record_fields))
-    return msgspec.structs.replace(run, pid=launch, life=start)
+    return msgspec.structs.replace(run, pid=launch, started_ticks=start)
 
 
 def test_a_free_name_is_claimed_and_released_and_no_record_is_left(
@@ -250,7 +250,7 @@ def test_a_claim_that_names_another_pid_than_its_record_does_not_hide_a_run_that
 ) -> None:
     mark = new_mark("test")
     other = new_claim(SHARE, mark, tmp_path, owns_engines=True)
-    forged = msgspec.structs.replace(other, pid=FREE_PID, life="1")
+    forged = msgspec.structs.replace(other, pid=FREE_PID, started_ticks="1")
     with process(mark) as left, fleet(run=forged) as address:
         with pytest.raises(ConfigError, match=rf"math \(pid {os.getpid()}\): .*is running"):
             claim_name(Share(address, "math"), ours, SETTINGS)
@@ -258,7 +258,7 @@ def test_a_claim_that_names_another_pid_than_its_record_does_not_hide_a_run_that
 
 
 def test_a_run_on_another_machine_is_not_considered_dead(ours: RunClaim) -> None:
-    elsewhere = msgspec.structs.replace(ours, host="gpu-07", place="elsewhere", life="")
+    elsewhere = msgspec.structs.replace(ours, host="gpu-07", place="elsewhere", started_ticks="")
     line = r"pid \d+ on gpu-07.*cannot be checked.*`rollmesh scheduler kill math --dead`"
     with fleet(run=elsewhere) as address, pytest.raises(ConfigError, match=line):
         claim_name(Share(address, "math"), ours, SETTINGS)

@@ -31,7 +31,7 @@ class ClaimedRun:
             pipeline_id=pipeline_id,
             mark=self.mark,
             pid=self.launch.pid,
-            life=start_ticks(self.launch.pid),
+            started_ticks=start_ticks(self.launch.pid),
             place=place(),
         )
         self.record = write_claim(runs, self.claimed)
@@ -41,7 +41,13 @@ class ClaimedRun:
         """The claim of the name by its launch."""
         claimed, host = self.claimed, socket.gethostname()
         return RunClaim(
-            claimed.run_id, host, claimed.pid, claimed.place, claimed.life, True, str(self.record)
+            claimed.run_id,
+            host,
+            claimed.pid,
+            claimed.place,
+            claimed.started_ticks,
+            True,
+            str(self.record),
         )
 
     @property
