@@ -17,7 +17,7 @@ from rollmesh.tensors.plane import Plane
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 from tests.contract.tensor_backends import HAS_RAY, Mesh, OwnerProcess, RayMesh
 from tests.contract.tensor_owner import Kind, shards
-from tests.unit.tensors.fetches import Asking
+from tests.unit.tensors.fetches import ThreadCall
 
 PROMPT_S = 25.0
 """Shorter than the timeout of a line."""
@@ -202,8 +202,8 @@ def test_several_threads_fetch_and_clear_at_once(
         assert backend.clear(owner.address, ids) == len(ids)
 
     stored = [(seed, owner.put(KINDS, seed)) for seed in range(6)]
-    for thread in [Asking(partial(work, *each)) for each in stored]:
-        thread.ended()
+    for thread in [ThreadCall(partial(work, *each)) for each in stored]:
+        thread.result()
 
 
 def test_an_owner_that_also_consumes_drops_both_copies(
@@ -312,11 +312,11 @@ def test_an_owner_killed_during_a_fetch_is_reported(mesh: Mesh, backend: TensorB
                 fetch(backend, handles)
                 has_begun.set()
 
-        fetching = Asking(fetch_on)
+        fetching = ThreadCall(fetch_on)
         assert has_begun.wait(BEGUN_S)
         other.kill()
         with pytest.raises(OwnerGone):
-            fetching.ended()
+            fetching.result()
 
 
 def test_a_restarted_owner_is_reported_as_restarted(mesh: Mesh, backend: TensorBackend) -> None:

@@ -84,14 +84,14 @@ def test_a_length_that_is_only_claimed_takes_no_memory(owner: Owned) -> None:
             line = FramedSocket(connected, WAIT_S)
             greet_owner(line, "owner", None)
             lines.append(line)
-        until(lambda: owner.num_guests() >= NUM_CLAIMS)
+        until(lambda: owner.num_consumers() >= NUM_CLAIMS)
         largest = MAX_HEADER_BYTES.to_bytes(4, "little") + b"x"
         for line in lines:
             line.send(largest)
         with closing(Peers(None)) as peers:
             assert len(peers.fetch(owner.address, handles)) == 1
         assert rss() - before < 32 * MIB
-    until(lambda: owner.num_guests() == 0)
+    until(lambda: owner.num_consumers() == 0)
     assert rss() - before < 32 * MIB
 
 

@@ -260,7 +260,7 @@ def test_clearing_a_node_clears_here_and_there(mesh: Mesh) -> None:
 def test_a_failed_clear_is_not_swallowed(mesh: Mesh) -> None:
     owner, consumer = mesh.process(7001), mesh.consumer()
     handle = owner.remotize(torch.ones(1))
-    mesh.neighbours.stores.clear()
+    mesh.backend.stores.clear()
     with process_of(consumer), pytest.raises(OwnerGone, match=handle.owner):
         clear_node(handle.owner, [handle.shard_id])
 

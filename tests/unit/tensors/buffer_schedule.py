@@ -1,7 +1,7 @@
 """Threads that fetch, wait, fail and clear in every order, compared with a naive buffer.
 
-The next step is taken only when the last has had its effect, which is observed from outside: a
-thread that waits for others also fetches a shard of its own, so that this fetch shows its progress.
+A step begins only after the effect of the last step was observed from outside: a thread that waits
+for others also fetches a shard of its own, and that fetch shows its progress.
 """
 
 import time
@@ -23,9 +23,9 @@ from rollmesh.tensors.handles import UNTAGGED, RTensor
 from tests.unit.tensors.fetches import (
     OWNER,
     WAIT_S,
-    Asking,
     HeldFetch,
     Owners,
+    ThreadCall,
     assert_are,
     handle,
     ids,
@@ -33,9 +33,9 @@ from tests.unit.tensors.fetches import (
 
 MAX_BYTES = 12
 LARGE = 7
-"""This shard is larger than the budget; the others have as many bytes as their number."""
+"""Number of a shard larger than the budget; others have as many bytes as their number."""
 FIRST_OWN = 100
-"""From here on, shards that only one thread fetches."""
+"""Number of the first shard that only one thread fetches."""
 
 numbers = st.lists(st.integers(0, LARGE), max_size=5)
 places = st.integers(0, 9)
@@ -54,7 +54,7 @@ class Call:
         ended_step: int,
     ) -> None:
         self.ended_step = ended_step
-        """When it began."""
+        """Newest ended step when the call began."""
         self.wanted = wanted
         self.own = {each.shard_id: each for each in own}
         self.awaited = awaited
@@ -62,7 +62,7 @@ class Call:
         self.fetch = HeldFetch(Owners())
 
     def start(self, buffer: FetchBuffer) -> None:
-        self.asking = Asking(partial(buffer.get_many, self.wanted, self.fetch))
+        self.thread = ThreadCall(partial(buffer.get_many, self.wanted, self.fetch))
 
     def check_end(self) -> None:
         """End with the requested shards, or with the error of a thread that fetched some of
@@ -70,7 +70,7 @@ class Call:
         """
         is_failure = self.has_failed or any(each.has_failed for each in self.awaited)
         try:
-            contents = self.asking.ended()
+            contents = self.thread.result()
         except OwnerGone:
             assert is_failure
         else:
@@ -85,7 +85,7 @@ class BufferSchedule(RuleBasedStateMachine):
         super().__init__()
         self.buffer = FetchBuffer(MAX_BYTES)
         self.kept: dict[int, RTensor] = {}
-        self.coming: dict[int, Call] = {}
+        self.pending: dict[int, Call] = {}
         self.fetching: list[Call] = []
         self.waiting: list[Call] = []
         self.ended_step = UNTAGGED
@@ -103,8 +103,8 @@ class BufferSchedule(RuleBasedStateMachine):
             if each.shard_id in self.kept:
                 self.kept[each.shard_id] = self.kept.pop(each.shard_id)
                 self.num_hits += 1
-            elif each.shard_id in self.coming:
-                awaited.append(self.coming[each.shard_id])
+            elif each.shard_id in self.pending:
+                awaited.append(self.pending[each.shard_id])
             else:
                 own.append(each)
         if awaited and not own:
@@ -112,7 +112,7 @@ class BufferSchedule(RuleBasedStateMachine):
             wanted.extend(own)
         self.num_calls += 1
         call = Call(wanted, own, awaited, self.ended_step)
-        self.coming.update(dict.fromkeys(call.own, call))
+        self.pending.update(dict.fromkeys(call.own, call))
         call.start(self.buffer)
         if own:
             call.fetch.wait_begun()
@@ -122,9 +122,9 @@ class BufferSchedule(RuleBasedStateMachine):
 
     @precondition(lambda self: self.fetching)
     @rule(place=places)
-    def land(self, place: int) -> None:
+    def release(self, place: int) -> None:
         call = self.fetching.pop(place % len(self.fetching))
-        for each in self._withdrawn(call):
+        for each in self._take_pending(call):
             is_untagged = each.step == UNTAGGED
             is_ended = (call.ended_step if is_untagged else each.step - 1) < self.ended_step
             if not is_ended and each.num_bytes <= MAX_BYTES:
@@ -133,28 +133,28 @@ class BufferSchedule(RuleBasedStateMachine):
             del self.kept[next(iter(self.kept))]
         self.num_fetched += len(call.own)
         self.waiting.append(call)
-        call.fetch.land()
+        call.fetch.release()
 
     @precondition(lambda self: self.fetching)
     @rule(place=places)
     def fail(self, place: int) -> None:
         call = self.fetching.pop(place % len(self.fetching))
-        self._withdrawn(call)
+        self._take_pending(call)
         call.has_failed = True
         call.fetch.fail(OwnerGone(OWNER, "it hung up"))
         call.check_end()
 
-    @precondition(lambda self: self.kept or self.coming)
+    @precondition(lambda self: self.kept or self.pending)
     @rule(numbers=numbers)
     def clear(self, numbers: list[int]) -> None:
         assert self.buffer.clear(ids(*numbers)) == self._drop({*ids(*numbers)})
 
-    @precondition(lambda self: self.kept or self.coming)
+    @precondition(lambda self: self.kept or self.pending)
     @rule()
     def flush(self) -> None:
-        assert self.buffer.clear(None) == self._drop({*self.kept, *self.coming})
+        assert self.buffer.clear(None) == self._drop({*self.kept, *self.pending})
 
-    @precondition(lambda self: self.kept or self.coming)
+    @precondition(lambda self: self.kept or self.pending)
     @rule(ahead=ahead)
     def end_step(self, ahead: int) -> None:
         step = max(self.ended_step + ahead, UNTAGGED)
@@ -173,13 +173,13 @@ class BufferSchedule(RuleBasedStateMachine):
         num_kept = len(self.kept)
         counted = BufferStats(num_kept, total_bytes, self.num_hits, self.num_fetched, by_step)
         give_up_s = time.monotonic() + WAIT_S
-        # What was let land lands in its own time.
+        # A released fetch ends at some later time.
         while self.buffer.stats() != counted and time.monotonic() < give_up_s:
             time.sleep(0)
         assert self.buffer.stats() == counted
 
     @invariant()
-    def who_waits_for_nobody_ends(self) -> None:
+    def calls_without_pending_fetches_end(self) -> None:
         for call in [*self.waiting]:
             if not any(each in self.fetching for each in call.awaited):
                 self.waiting.remove(call)
@@ -187,27 +187,27 @@ class BufferSchedule(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         while self.fetching:
-            self.land(0)
-        self.who_waits_for_nobody_ends()
+            self.release(0)
+        self.calls_without_pending_fetches_end()
         assert not self.waiting
         self.buffer.clear(None)
         stats = self.buffer.stats()
         assert (stats.num_tensors, stats.total_bytes) == (0, 0)
 
-    def _withdrawn(self, call: Call) -> list[RTensor]:
-        """Its own shards that it no longer has to fetch."""
-        mine = [each for each in call.own if self.coming.get(each) is call]
+    def _take_pending(self, call: Call) -> list[RTensor]:
+        """Remove the pending shards of the call, and return them."""
+        mine = [each for each in call.own if self.pending.get(each) is call]
         for each in mine:
-            del self.coming[each]
+            del self.pending[each]
         return [call.own[each] for each in mine]
 
     def _drop(self, shard_ids: set[int]) -> int:
-        self.coming = {each: call for each, call in self.coming.items() if each not in shard_ids}
+        self.pending = {each: call for each, call in self.pending.items() if each not in shard_ids}
         return len([self.kept.pop(each) for each in shard_ids & self.kept.keys()])
 
 
 def check_schedules(num_schedules: int, num_steps: int) -> None:
-    """Run that many schedules of that many steps; AssertionError where the two buffers differ."""
+    """Run random schedules; raise AssertionError if the two buffers differ."""
     run_state_machine_as_test(
         BufferSchedule,
         settings=settings(max_examples=num_schedules, stateful_step_count=num_steps, deadline=None),

@@ -45,14 +45,14 @@ def bytes_of(shard: RTensor) -> bytes:
 
 
 def content(shard: RTensor) -> Content:
-    """Its content in its own memory."""
+    """Return the content of the shard, in its own memory."""
     data = np.frombuffer(bytes_of(shard), np.uint8).copy()
     data.flags.writeable = False
     return Content(shard.dtype, shard.shape, data)
 
 
 def in_one_block(shards: Sequence[RTensor]) -> list[Content]:
-    """Their contents, one after the other in the same memory."""
+    """Return the contents, one after the other in one block of memory."""
     block = np.frombuffer(b"".join(map(bytes_of, shards)), np.uint8).copy()
     block.flags.writeable = False
     ends = np.cumsum([each.num_bytes for each in shards]).tolist()
@@ -72,7 +72,7 @@ ERRORS = [
     ConnectionResetError(104, "reset"),
     RuntimeError("a fault of ours"),
 ]
-"""Possible results of a fetch."""
+"""Errors that a fetch may raise."""
 
 
 class Owners:
@@ -88,7 +88,7 @@ class Owners:
 
 
 class HeldFetch:
-    """A fetch that answers or fails when the test says so."""
+    """A fetch that waits until the test lets it answer or fail."""
 
     def __init__(self, owners: Owners) -> None:
         self._owners = owners
@@ -106,43 +106,43 @@ class HeldFetch:
         return answer
 
     def wait_begun(self) -> None:
-        """Wait until it was called once more."""
+        """Wait for the next call."""
         assert self._began.acquire(timeout=WAIT_S)
 
-    def land(self) -> None:
-        """Release the one waiting call."""
+    def release(self) -> None:
+        """Let the waiting call answer."""
         self._may_end.release()
 
     def fail(self, error: BaseException) -> None:
-        """Release that call with this result."""
+        """Let the waiting call raise this error."""
         self._error = error
         self._may_end.release()
 
 
-class Asking(threading.Thread, Generic[T]):
-    """A call in a thread of its own; started when made."""
+class ThreadCall(threading.Thread, Generic[T]):
+    """Runs a call in its own thread, at once."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         super().__init__(daemon=True)
         self._call = call
-        self._given: list[T] = []
+        self._values: list[T] = []
         self._error: BaseException | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self._given.append(self._call())
-        # door: what a thread of a test raises is for the test
+            self._values.append(self._call())
+        # door: `result` raises the error in the test
         except BaseException as error:  # noqa: BLE001 - see above
             self._error = error
 
-    def ended(self) -> T:
-        """Its return value, or its error raised, once it is over."""
+    def result(self) -> T:
+        """Wait for the call; return its value or raise its error."""
         self.join(WAIT_S)
         assert not self.is_alive()
         if self._error is not None:
             raise self._error
-        return self._given[0]
+        return self._values[0]
 
 
 class World:
@@ -167,16 +167,16 @@ class Pair:
 
     def __init__(self, world: World) -> None:
         self.fetches = HeldFetch(world.owners), HeldFetch(world.owners)
-        self.first = Asking(partial(world.ask, handle(1), fetch=self.fetches[0]))
+        self.first = ThreadCall(partial(world.ask, handle(1), fetch=self.fetches[0]))
         self.fetches[0].wait_begun()
-        self.second = Asking(partial(world.ask, *handles(1, 2), fetch=self.fetches[1]))
-        # It asks for its own after it has seen that the other is on its way.
+        self.second = ThreadCall(partial(world.ask, *handles(1, 2), fetch=self.fetches[1]))
+        # It fetches its own shard after it has found the other fetch.
         self.fetches[1].wait_begun()
 
 
 @contextlib.contextmanager
-def heeding_control_c() -> Iterator[None]:
-    """Raise KeyboardInterrupt also where a background shell has the tests ignore the signal."""
+def control_c_enabled() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGINT, also if the shell has made the tests ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

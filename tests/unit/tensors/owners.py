@@ -32,13 +32,13 @@ PATIENCE_S = 60.0
 
 
 def content_of(seed: int, num_bytes: int) -> Content:
-    """Bytes that only this seed gives."""
+    """Return content that depends on the seed."""
     data = np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
     return Content("uint8", (num_bytes,), data)
 
 
 def handles_of(owner: str, sizes: Sequence[int]) -> list[RTensor]:
-    """Handles of shards that no owner holds."""
+    """Return handles of shards that no owner holds."""
     return [
         RTensor(7 << 32 | number, owner, 1, "uint8", (num_bytes,), num_bytes)
         for number, num_bytes in enumerate(sizes)
@@ -49,8 +49,8 @@ def handles_of(owner: str, sizes: Sequence[int]) -> list[RTensor]:
 def scripted(
     script: Callable[[FramedSocket], None], admitted: Admitted | None = None
 ) -> Iterator[str]:
-    """The address of an owner that admits one consumer after the other, follows `script` with each,
-    and disconnects. An error of the script fails the test.
+    """Yield the address of an owner that admits one consumer after the other, follows `script` with
+    each, and disconnects. An error of the script fails the test.
     """
     errors: list[BaseException] = []
     admitted = admitted or Admitted("", "")
@@ -59,16 +59,16 @@ def scripted(
         def serve() -> None:
             while True:
                 try:
-                    line = FramedSocket(listening.accept()[0], PATIENCE_S)
+                    framed = FramedSocket(listening.accept()[0], PATIENCE_S)
                 except OSError:
                     return
                 try:
-                    accept_consumer(line, None, admitted)
-                    script(line)
+                    accept_consumer(framed, None, admitted)
+                    script(framed)
                 except (OSError, AssertionError) as error:
                     errors.append(error)
                 finally:
-                    line.close()
+                    framed.close()
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -93,8 +93,8 @@ class Owned:
         """Store content_of(0), content_of(1)... of these sizes."""
         return self.store.put([content_of(seed, size) for seed, size in enumerate(sizes)])
 
-    def num_guests(self) -> int:
-        """The number of consumers that its threads serve."""
+    def num_consumers(self) -> int:
+        """Return the number of consumers that threads of the server serve."""
         prefix = f"{self.address} consumer"
         return sum(thread.name.startswith(prefix) for thread in threading.enumerate())
 
@@ -120,28 +120,30 @@ def owned(
 
 
 def opened() -> tuple[int, int]:
-    """The numbers of descriptors and threads of this process."""
-    gc.collect()  # mappings go with the arrays that look at them
+    """Return the numbers of open descriptors and threads of this process."""
+    gc.collect()  # a mapping is closed with the last array that views it
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
 def is_closed_since(before: tuple[int, int]) -> bool:
-    """Whether everything opened since is closed; an earlier test's last may have ended too."""
+    """Whether everything opened since is closed; threads of earlier tests may have ended too."""
     now = opened()
     return now[0] <= before[0] and now[1] <= before[1]
 
 
-def soon(is_so: Callable[[], bool]) -> None:
-    """Assert that it is so before long."""
+def soon(holds: Callable[[], bool]) -> None:
+    """Wait until the condition holds; fail the test after PATIENCE_S."""
     deadline_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, "it never was"
+    while not holds():
+        assert time.monotonic() < deadline_s, "the condition never held"
         threading.Event().wait(0.005)
 
 
 def accept_consumer(framed: FramedSocket, keys: Keys | None, admitted: Admitted) -> KeyProof:
-    """Run the owner's half over a socket; return the consumer's proof. Raises WireError or OSError
-    if it is not admitted; it has received the reason."""
+    """Run the owner's half of the handshake over a socket; return the consumer's proof.
+
+    Raises WireError or OSError if the consumer is not admitted; it has received the reason.
+    """
     framed.allow(HANDSHAKE_S)
     admission, proof = OwnerHandshake(keys, admitted), None
     while proof is None:

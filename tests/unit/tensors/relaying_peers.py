@@ -18,13 +18,13 @@ from rollmesh.testing.clock import FakeClock
 MAX_BYTES = 2**20
 
 
-class Neighbours:
-    """The stores of a mesh by their addresses; a Backend."""
+class StoreBackend:
+    """A Backend that reads from the stores of a mesh, by address."""
 
     def __init__(self) -> None:
         self.stores: dict[str, OwnerStore] = {}
         self.fetches: list[tuple[str, int]] = []
-        """Each fetch: the owner, and the number of shards."""
+        """Owner and number of shards of each fetch."""
         self.cleared: list[str] = []
 
     def fetch(self, owner: str, handles: list[RTensor]) -> list[Content]:
@@ -54,7 +54,7 @@ class Mesh:
     """Processes, each with its own plane."""
 
     def __init__(self, folder: Path) -> None:
-        self.neighbours = Neighbours()
+        self.backend = StoreBackend()
         self._folder = folder
         self._arenas: list[Arena] = []
 
@@ -64,23 +64,23 @@ class Mesh:
         self._arenas.append(arena)
         store = OwnerStore(StoreSettings(max_bytes=MAX_BYTES, lease_s=600), FakeClock(), arena)
         store.owner = f"tcp://127.0.0.1:{port}"
-        self.neighbours.stores[store.owner] = store
-        return Plane(store, FetchBuffer(MAX_BYTES) if buffer else None, self.neighbours)
+        self.backend.stores[store.owner] = store
+        return Plane(store, FetchBuffer(MAX_BYTES) if buffer else None, self.backend)
 
     def consumer(self) -> Plane:
         """A process that owns nothing."""
-        return Plane(None, FetchBuffer(MAX_BYTES), self.neighbours)
+        return Plane(None, FetchBuffer(MAX_BYTES), self.backend)
 
     def close(self) -> None:
-        """End every owner."""
-        self.neighbours.close()
+        """Close all stores."""
+        self.backend.close()
         for arena in self._arenas:
             arena.close()
 
 
 @contextmanager
 def process_of(plane: Plane) -> Iterator[None]:
-    """Meanwhile the plane is the process's own."""
+    """Make the plane that of this process."""
     before = use(plane)
     try:
         yield

@@ -33,7 +33,7 @@ def arena() -> Iterator[Arena]:
 
 @pytest.fixture(params=["shared", "private"])
 def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Arena]:
-    """An arena of 64 pages, also where no file can be created."""
+    """An arena of 64 pages, in a file and without one."""
     is_shared = request.param == "shared"
     arena = Arena(64 * PAGE_BYTES, SHARED_MEMORY if is_shared else tmp_path / "absent")
     assert (arena.path is not None) == is_shared
@@ -42,7 +42,7 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Arena]:
 
 
 class SmallFolder:
-    """Behave as `os.posix_fallocate` where the file may take that many pages and no more."""
+    """Behaves like `os.posix_fallocate` on a file system with room for that many pages."""
 
     def __init__(self, arena: Arena, num_pages: int) -> None:
         self._arena, self._num_pages = arena, num_pages
@@ -189,7 +189,7 @@ def test_slots_never_overlap_and_the_budget_holds(either: Arena, seed: int) -> N
             try:
                 slots = either.allocate(sizes)
             except StoreFull as full:
-                # Pages that small slots hold by a corner are what the budget has beside slots.
+                # The budget beside the slots is pages that small slots use partly.
                 corners = 2 * PAGE_BYTES * (1 + sum(map(len, held.values())))
                 wanted_too_much.append(full.held_bytes + sum(sizes) + corners > either.max_bytes)
                 continue
@@ -216,7 +216,7 @@ def test_steps_of_varying_sizes_use_little_more_memory_than_they_need() -> None:
     most_held = 0
     for step in range(500):
         size = chance.randrange(50_000, 110_000)
-        # Not all of a step comes at once, nor is it freed in the order in which it came.
+        # A step is not stored at once, nor freed in the order in which it was stored.
         batch = arena.allocate([size + chance.randrange(9000) for _ in range(16)])
         batch += [slot for _ in range(16) for slot in arena.allocate([size])]
         steps.append(batch)
@@ -296,7 +296,7 @@ def test_closing_an_arena_removes_its_file_and_keeps_views() -> None:
 def test_concurrent_threads_never_share_a_slot(either: Arena) -> None:
     faults: list[str] = []
 
-    def live(number: int) -> None:
+    def use_slots(number: int) -> None:
         chance = random.Random(number)
         for _ in range(200):
             sizes = [chance.randrange(1, 6 * PAGE_BYTES) for _ in range(3)]
@@ -310,7 +310,7 @@ def test_concurrent_threads_never_share_a_slot(either: Arena) -> None:
                 faults.append(f"thread {number}")
             either.free(slots)
 
-    threads = [threading.Thread(target=live, args=(number,)) for number in range(1, 6)]
+    threads = [threading.Thread(target=use_slots, args=(number,)) for number in range(1, 6)]
     for each in threads:
         each.start()
     for each in threads:

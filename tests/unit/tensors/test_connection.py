@@ -44,11 +44,11 @@ SEGMENT = bytes(range(256)) * 8
 
 
 def ignore() -> None:
-    """No thread waits for the ends of loans."""
+    """Ignore the ends of loans."""
 
 
-def heard(line: FramedSocket) -> Fetch | Clear | Returned:
-    ask = decode_request(line.receive())
+def receive_request(framed: FramedSocket) -> Fetch | Clear | Returned:
+    ask = decode_request(framed.receive())
     assert isinstance(ask, Fetch | Clear | Returned)
     return ask
 
@@ -69,18 +69,18 @@ def connected(
 def sender(*sizes: int) -> Callable[[FramedSocket], None]:
     """Answer a fetch by content_of(0), content_of(1)... of `sizes`."""
 
-    def script(line: FramedSocket) -> None:
-        ask = heard(line)
+    def script(framed: FramedSocket) -> None:
+        ask = receive_request(framed)
         assert isinstance(ask, Fetch)
         assert not ask.is_by_memory
         arrays = [content_of(seed, size).data for seed, size in enumerate(sizes)]
-        line.send(frame(Sent(pack_numbers(sizes))), [array.data for array in arrays])
+        framed.send(frame(Sent(pack_numbers(sizes))), [array.data for array in arrays])
 
     return script
 
 
 class Lender:
-    """An owner's memory in `folder`: one segment."""
+    """An owner whose memory is one segment in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "segment"
@@ -88,13 +88,13 @@ class Lender:
         self.admitted = Admitted(memory_id(str(folder)), str(folder))
         self.returned_ids: list[int] = []
 
-    def lend(self, line: FramedSocket, offsets: list[int], sizes: list[int]) -> None:
-        """Answer one fetch."""
-        ask = heard(line)
+    def lend(self, framed: FramedSocket, offsets: list[int], sizes: list[int]) -> None:
+        """Answer one fetch by these places."""
+        ask = receive_request(framed)
         assert isinstance(ask, Fetch)
         self.returned_ids += unpack_numbers(ask.returned)
         segments = pack_numbers([0] * len(sizes))
-        line.send(
+        framed.send(
             frame(Lent([str(self.path)], segments, pack_numbers(offsets), pack_numbers(sizes)))
         )
 
@@ -111,13 +111,13 @@ def test_sent_bytes_are_in_their_own_read_only_arrays() -> None:
     for seed, (content, size) in enumerate(zip(contents, SIZES, strict=True)):
         assert (content.dtype, content.shape) == ("uint8", (size,))
         assert bytes(content.data) == bytes(content_of(seed, size).data)
-        assert content.data.base is None  # a kept one keeps no others
+        assert content.data.base is None  # keeping one array keeps no other
         assert not content.data.flags.writeable
 
 
 def test_lent_shards_are_viewed_in_the_owners_memory(lender: Lender) -> None:
-    def script(line: FramedSocket) -> None:
-        lender.lend(line, [0, 64, 100], SIZES)
+    def script(framed: FramedSocket) -> None:
+        lender.lend(framed, [0, 64, 100], SIZES)
 
     with connected(script, lender.admitted) as (owner, connection):
         contents = connection.fetch(handles_of(owner, SIZES))
@@ -132,16 +132,16 @@ def test_lent_shards_are_viewed_in_the_owners_memory(lender: Lender) -> None:
 
 
 def test_ended_loans_are_returned_with_the_next_call(lender: Lender) -> None:
-    def script(line: FramedSocket) -> None:
+    def script(framed: FramedSocket) -> None:
         for _ in range(3):
-            lender.lend(line, [0, 0], [8, 8])
-        returned = heard(line)
+            lender.lend(framed, [0, 0], [8, 8])
+        returned = receive_request(framed)
         assert isinstance(returned, Returned)
         lender.returned_ids += unpack_numbers(returned.ids)
-        cleared = heard(line)
+        cleared = receive_request(framed)
         assert isinstance(cleared, Clear)
         lender.returned_ids += unpack_numbers(cleared.returned)
-        line.send(frame(Cleared(2)))
+        framed.send(frame(Cleared(2)))
 
     with connected(script, lender.admitted) as (owner, connection):
         one, other = handles_of(owner, [8, 8])
@@ -165,9 +165,9 @@ def test_a_view_of_lent_memory_keeps_the_connection_open(
 ) -> None:
     events: list[str] = []
 
-    def script(line: FramedSocket) -> None:
-        lender.lend(line, [0, 8], [8, 8])
-        assert not line.wait_for_frame()
+    def script(framed: FramedSocket) -> None:
+        lender.lend(framed, [0, 8], [8, 8])
+        assert not framed.wait_for_frame()
         events.append("the connection ended")
 
     with scripted(script, lender.admitted) as owner:
@@ -177,32 +177,32 @@ def test_a_view_of_lent_memory_keeps_the_connection_open(
         connection.retire()
         alive = weakref.ref(connection)
         del connection, one, other
-        gc.collect()  # nobody but a view holds it
+        gc.collect()  # only a view refers to it
         assert alive() is not None
         assert bytes(view) == SEGMENT[10:12]
-        events.append("the last view went")
+        events.append("the last view was deleted")
         del view
         gc.collect()
         assert alive() is None
-    assert events == ["the last view went", "the connection ended"]
+    assert events == ["the last view was deleted", "the connection ended"]
 
 
 def test_if_lent_memory_cannot_be_attached_the_shards_are_sent(lender: Lender) -> None:
-    def script(line: FramedSocket) -> None:
-        lender.lend(line, [0], [8])
-        sent = heard(line)
+    def script(framed: FramedSocket) -> None:
+        lender.lend(framed, [0], [8])
+        sent = receive_request(framed)
         assert isinstance(sent, Fetch)
         assert not sent.is_by_memory
         lender.returned_ids += unpack_numbers(sent.returned)
-        line.send(frame(Sent(pack_numbers([8]))), [memoryview(b"streamed")])
-        sender(8)(line)
+        framed.send(frame(Sent(pack_numbers([8]))), [memoryview(b"streamed")])
+        sender(8)(framed)
 
     lender.path.unlink()
     with connected(script, lender.admitted) as (owner, connection):
         handles = handles_of(owner, [8])
         assert bytes(connection.fetch(handles)[0].data) == b"streamed"
         assert lender.returned_ids == [handles[0].shard_id]
-        assert len(connection.fetch(handles)) == 1  # it is not tried again
+        assert len(connection.fetch(handles)) == 1  # the memory is not tried again
 
 
 def test_memory_of_another_machine_is_not_attached(tmp_path: Path) -> None:
@@ -212,10 +212,10 @@ def test_memory_of_another_machine_is_not_attached(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reason", ["cleared", "expired", "owner_restarted", "never_seen"])
 def test_a_missing_shard_is_named_and_the_connection_stays(reason: MissReason) -> None:
-    def script(line: FramedSocket) -> None:
-        heard(line)
-        line.send(frame(Missing(5, reason)))
-        sender(8)(line)
+    def script(framed: FramedSocket) -> None:
+        receive_request(framed)
+        framed.send(frame(Missing(5, reason)))
+        sender(8)(framed)
 
     with connected(script) as (owner, connection):
         with pytest.raises(ShardMissing) as caught:
@@ -227,9 +227,9 @@ def test_a_missing_shard_is_named_and_the_connection_stays(reason: MissReason) -
 
 
 def test_a_refusal_is_returned_and_the_connection_stays() -> None:
-    def script(line: FramedSocket) -> None:
-        heard(line)
-        line.send(frame(Refused("not today")))
+    def script(framed: FramedSocket) -> None:
+        receive_request(framed)
+        framed.send(frame(Refused("not today")))
 
     with connected(script) as (owner, connection):
         with pytest.raises(TensorError, match=f"{owner} refused: not today"):
@@ -243,7 +243,7 @@ def test_shards_of_wrong_sizes_are_a_mismatch_and_end_the_connection(
 ) -> None:
     scripts: list[tuple[Callable[[FramedSocket], None], Admitted | None]] = [
         (sender(*sizes), None),
-        (lambda line: lender.lend(line, [0] * len(sizes), sizes), lender.admitted),
+        (lambda framed: lender.lend(framed, [0] * len(sizes), sizes), lender.admitted),
     ]
     for script, admitted in scripts:
         with connected(script, admitted) as (owner, connection):
@@ -283,9 +283,9 @@ def test_an_impossible_loan_is_a_wire_error(lender: Lender, answer: Answer) -> N
         paths = [path.format(folder=lender.path.parent) for path in answer.paths]
         answer = Lent(paths, answer.segments, answer.offsets, answer.sizes)
 
-    def script(line: FramedSocket) -> None:
-        heard(line)
-        line.send(frame(answer))
+    def script(framed: FramedSocket) -> None:
+        receive_request(framed)
+        framed.send(frame(answer))
 
     with connected(script, lender.admitted) as (owner, connection):
         with pytest.raises(WireError):
@@ -294,9 +294,9 @@ def test_an_impossible_loan_is_a_wire_error(lender: Lender, answer: Answer) -> N
 
 
 def test_a_disconnect_within_the_bytes_is_a_connection_error() -> None:
-    def script(line: FramedSocket) -> None:
-        heard(line)
-        line.send(frame(Sent(pack_numbers([2**20]))), [memoryview(bytes(2**19))])
+    def script(framed: FramedSocket) -> None:
+        receive_request(framed)
+        framed.send(frame(Sent(pack_numbers([2**20]))), [memoryview(bytes(2**19))])
 
     with connected(script) as (owner, connection):
         with pytest.raises(ConnectionResetError):
@@ -329,8 +329,8 @@ def test_another_machine_is_not_dialled_without_keys() -> None:
 
 
 def test_a_peer_that_is_no_owner_is_recognised_and_leaves_no_descriptor() -> None:
-    def script(line: FramedSocket) -> None:
-        assert not line.wait_for_frame()
+    def script(framed: FramedSocket) -> None:
+        assert not framed.wait_for_frame()
 
     before = opened()
     with scripted(script, Admitted("x" * 2000, "")) as owner, pytest.raises(WireError):

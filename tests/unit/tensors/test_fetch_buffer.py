@@ -31,15 +31,15 @@ from tests.unit.tensors.fetches import (
     OWNER,
     SHARD_BYTES,
     WAIT_S,
-    Asking,
     HeldFetch,
     Pair,
+    ThreadCall,
     World,
     assert_are,
     content,
+    control_c_enabled,
     handle,
     handles,
-    heeding_control_c,
     ids,
     in_one_block,
 )
@@ -140,7 +140,7 @@ def test_nothing_is_freed_while_the_lock_is_held(world: World, leave: Leave) -> 
     for each in world.ask(*handles(1, 2)):
         weakref.finalize(each.data, lambda: seen.append(world.kept()))
     del each
-    Asking(partial(leave, world)).ended()
+    ThreadCall(partial(leave, world)).result()
     assert len(seen) == 2
 
 
@@ -158,11 +158,11 @@ def test_many_shards_are_kept_together_and_freed_a_few_at_a_time(way: str) -> No
     world.ask(*handles(*range(MANY)))
     left: set[int] = {MANY}
     for each in world.ask(*handles(*range(MANY))):
-        # Whatever goes says, as it goes and by way of the lock, how many are still here.
+        # Each freed array records how many are still kept, which takes the lock.
         weakref.finalize(each.data, lambda: left.add(world.kept()[0]))
     del each
     assert len(world.owners.asked) == 1
-    assert Asking(partial(leave, world)).ended() == number
+    assert ThreadCall(partial(leave, world)).result() == number
     assert min(left) <= 1
     assert max(more - fewer for fewer, more in pairwise(sorted(left))) <= 64
 
@@ -199,7 +199,7 @@ def test_clearing_none_flushes_and_clearing_nothing_removes_nothing(world: World
     assert world.kept() == (0, 0)
 
 
-# While a fetch is under way.
+# Changes during a fetch.
 
 MEANWHILE: dict[str, tuple[RTensor, Callable[[FetchBuffer], int], int]] = {
     "clear": (handle(1), lambda buffer: buffer.clear(ids(1)), 0),
@@ -234,7 +234,7 @@ def test_a_fetch_after_the_clear_asks_the_owner(world: World) -> None:
 
     world.ask(handle(1), fetch=fetch)
     assert world.owners.asked == [[1], [1]]
-    assert world.kept() == (1, SHARD_BYTES)  # that of who asked after it
+    assert world.kept() == (1, SHARD_BYTES)  # the shard of the later request
 
 
 WRONG: dict[str, FetchFn] = {
@@ -277,17 +277,17 @@ def test_threads_with_the_same_request_share_one_fetch(world: World) -> None:
         start.wait(WAIT_S)
         world.ask(*handles(*[(number + shift) % 8 for number in range(8)]))
 
-    for thread in [Asking(partial(ask, shift)) for shift in range(8)]:
-        thread.ended()
+    for thread in [ThreadCall(partial(ask, shift)) for shift in range(8)]:
+        thread.result()
     assert sorted(chain.from_iterable(world.owners.asked)) == list(range(8))
     assert world.kept() == (8, 8 * SHARD_BYTES)
 
 
 def test_a_thread_waits_for_a_shard_that_another_fetches(world: World) -> None:
     pair = Pair(world)
-    pair.fetches[1].land()
-    pair.fetches[0].land()
-    assert pair.first.ended()[0] is pair.second.ended()[0]
+    pair.fetches[1].release()
+    pair.fetches[0].release()
+    assert pair.first.result()[0] is pair.second.result()[0]
     assert world.owners.asked == [[1], [2]]
 
 
@@ -295,8 +295,8 @@ def test_a_waiter_gets_a_shard_that_was_cleared_meanwhile(world: World) -> None:
     pair = Pair(world)
     world.buffer.clear(None)
     for fetch in pair.fetches:
-        fetch.land()
-    assert pair.first.ended()[0] is pair.second.ended()[0]
+        fetch.release()
+    assert pair.first.result()[0] is pair.second.result()[0]
     assert world.owners.asked == [[1], [2]]
     assert world.kept() == (0, 0)
 
@@ -306,30 +306,30 @@ def test_an_error_reaches_all_waiters_and_nothing_is_kept(world: World, error: E
     pair = Pair(world)
     pair.fetches[0].fail(error)
     with pytest.raises(type(error)) as first:
-        pair.first.ended()
+        pair.first.result()
     assert first.value is error
     assert world.kept() == (0, 0)
-    pair.fetches[1].land()
+    pair.fetches[1].release()
     with pytest.raises(type(error)) as second:
-        pair.second.ended()
+        pair.second.result()
     assert second.value is not error
     assert (str(second.value), vars(second.value)) == (str(error), vars(error))
-    assert world.kept() == (1, SHARD_BYTES)  # shard 2, which came
+    assert world.kept() == (1, SHARD_BYTES)  # shard 2, which was fetched
     world.ask(handle(1))
 
 
 def test_each_waiter_gets_its_own_error(world: World) -> None:
     pair = Pair(world)
     third_fetch = HeldFetch(world.owners)
-    third = Asking(partial(world.ask, *handles(1, 3), fetch=third_fetch))
+    third = ThreadCall(partial(world.ask, *handles(1, 3), fetch=third_fetch))
     third_fetch.wait_begun()
     pair.fetches[0].fail(OwnerGone(OWNER, "it hung up"))
-    pair.fetches[1].land()
-    third_fetch.land()
+    pair.fetches[1].release()
+    third_fetch.release()
     caught: set[int] = set()
     for thread in (pair.first, pair.second, third):
         with pytest.raises(OwnerGone) as error:
-            thread.ended()
+            thread.result()
         caught.add(id(error.value))
     assert len(caught) == 3
 
@@ -341,44 +341,44 @@ def test_a_waiter_on_an_interrupted_thread_fetches_itself(
     pair = Pair(world)
     pair.fetches[0].fail(interruption())
     with pytest.raises(interruption):
-        pair.first.ended()
-    pair.fetches[1].land()
+        pair.first.result()
+    pair.fetches[1].release()
     pair.fetches[1].wait_begun()
-    pair.fetches[1].land()
-    pair.second.ended()
+    pair.fetches[1].release()
+    pair.second.result()
     assert world.owners.asked == [[1], [2], [1]]
 
 
 def test_control_c_in_a_fetch_wakes_waiters(world: World) -> None:
     held = HeldFetch(world.owners)
-    waiting: list[Asking[list[Content]]] = []
+    waiting: list[ThreadCall[list[Content]]] = []
 
     def interrupted(wanted: list[RTensor]) -> list[Content]:
-        waiting.append(Asking(partial(world.ask, *handles(1, 2), fetch=held)))
+        waiting.append(ThreadCall(partial(world.ask, *handles(1, 2), fetch=held)))
         held.wait_begun()
         signal.raise_signal(signal.SIGINT)
         return world.owners(wanted)
 
-    with heeding_control_c(), pytest.raises(KeyboardInterrupt):
+    with control_c_enabled(), pytest.raises(KeyboardInterrupt):
         world.buffer.get_many(handles(1), interrupted)
-    held.land()
+    held.release()
     held.wait_begun()
-    held.land()
-    waiting[0].ended()
+    held.release()
+    waiting[0].result()
 
 
 def test_two_waiters_on_an_interrupted_thread_fetch_once(world: World) -> None:
     pair = Pair(world)
     third_fetch = HeldFetch(world.owners)
-    third = Asking(partial(world.ask, *handles(1, 3), fetch=third_fetch))
+    third = ThreadCall(partial(world.ask, *handles(1, 3), fetch=third_fetch))
     third_fetch.wait_begun()
     pair.fetches[0].fail(KeyboardInterrupt())
-    # Whichever of them is first asks again, and that may end at once.
+    # The first of them fetches again, and that fetch may end at once.
     for fetch in (pair.fetches[1], third_fetch):
-        fetch.land()
-        fetch.land()
+        fetch.release()
+        fetch.release()
     for thread in (pair.second, third):
-        thread.ended()
+        thread.result()
     assert sorted(world.owners.asked) == [[1], [1], [2], [3]]
 
 
@@ -396,8 +396,8 @@ def test_counts_are_consistent_after_many_threads(world: World) -> None:
             if step % 7 == seed % 7:
                 world.buffer.end_step(step - 3)
 
-    for thread in [Asking(partial(hammer, seed)) for seed in range(6)]:
-        thread.ended()
+    for thread in [ThreadCall(partial(hammer, seed)) for seed in range(6)]:
+        thread.result()
     num_tensors, total_bytes = world.kept()
     assert total_bytes == num_tensors * SHARD_BYTES <= BUDGET
     world.buffer.clear(None)
@@ -409,103 +409,103 @@ def test_every_schedule_of_threads_matches_a_naive_buffer() -> None:
 
 
 @pytest.fixture
-def shelf() -> LruCache:
+def cache() -> LruCache:
     return LruCache(10**9)
 
 
-def put(shelf: LruCache, *numbers: int, step: int = UNTAGGED) -> None:
-    """Arrays with their own memory."""
+def put(cache: LruCache, *numbers: int, step: int = UNTAGGED) -> None:
+    """Put arrays with their own memory."""
     for shard in handles(*numbers, step=step):
-        shelf.put(shard, content(shard))
+        cache.put(shard, content(shard))
 
 
-def put_block(shelf: LruCache, *numbers: int) -> None:
-    """Arrays in the same memory."""
+def put_block(cache: LruCache, *numbers: int) -> None:
+    """Put arrays in one block of memory."""
     shards = handles(*numbers)
     for shard, each in zip(shards, in_one_block(shards), strict=True):
-        shelf.put(shard, each)
+        cache.put(shard, each)
 
 
-def test_an_entry_is_kept_until_it_is_removed(shelf: LruCache) -> None:
+def test_an_entry_is_kept_until_it_is_removed(cache: LruCache) -> None:
     shard = handle(1, step=3)
     given = content(shard)
-    shelf.put(shard, given)
-    assert shelf.use(shard.shard_id) is given
-    assert (len(shelf), shelf.total_bytes) == (1, SHARD_BYTES)
-    kept = shelf.remove(shard.shard_id)
+    cache.put(shard, given)
+    assert cache.use(shard.shard_id) is given
+    assert (len(cache), cache.total_bytes) == (1, SHARD_BYTES)
+    kept = cache.remove(shard.shard_id)
     assert kept is not None
     assert (kept.content, kept.of_step.step) == (given, 3)
-    assert (len(shelf), shelf.total_bytes) == (0, 0)
-    assert shelf.remove(shard.shard_id) is None
-    assert shelf.use(shard.shard_id) is None
+    assert (len(cache), cache.total_bytes) == (0, 0)
+    assert cache.remove(shard.shard_id) is None
+    assert cache.use(shard.shard_id) is None
 
 
-def test_the_least_recently_used_entry_is_removed_first(shelf: LruCache) -> None:
-    put(shelf, 1, 2, 3)
-    shelf.use(*ids(1))
+def test_the_least_recently_used_entry_is_removed_first(cache: LruCache) -> None:
+    put(cache, 1, 2, 3)
+    cache.use(*ids(1))
     left = []
-    while len(shelf):
-        left.append(shelf.remove_coldest().content.data.tobytes())
+    while len(cache):
+        left.append(cache.remove_coldest().content.data.tobytes())
     assert left == [content(each).data.tobytes() for each in handles(2, 3, 1)]
 
 
-def test_the_shards_of_a_step_and_those_before_are_found(shelf: LruCache) -> None:
-    put(shelf, 1, 2, step=3)
-    put(shelf, 3, step=5)
-    put(shelf, 4)
+def test_the_shards_of_a_step_and_those_before_are_found(cache: LruCache) -> None:
+    put(cache, 1, 2, step=3)
+    put(cache, 3, step=5)
+    put(cache, 4)
     found = []
-    while kept := shelf.remove_ended(4):
+    while kept := cache.remove_ended(4):
         found.append(kept.content.data.tobytes())
     assert sorted(found) == sorted(content(each).data.tobytes() for each in handles(1, 2, 4))
-    assert (len(shelf), shelf.total_bytes) == (1, SHARD_BYTES)
+    assert (len(cache), cache.total_bytes) == (1, SHARD_BYTES)
 
 
-def test_each_step_has_the_bytes_of_its_shards(shelf: LruCache) -> None:
-    put(shelf, 1, 2, step=3)
-    put(shelf, 3, step=5)
-    put_block(shelf, 4, 5)
-    shelf.remove(*ids(1))
-    shelf.remove(*ids(4))
+def test_each_step_has_the_bytes_of_its_shards(cache: LruCache) -> None:
+    put(cache, 1, 2, step=3)
+    put(cache, 3, step=5)
+    put_block(cache, 4, 5)
+    cache.remove(*ids(1))
+    cache.remove(*ids(4))
     one = SHARD_BYTES
-    assert shelf.bytes_by_step == {3: one, 5: one, UNTAGGED: one}
-    assert shelf.total_bytes == 4 * SHARD_BYTES
-    shelf.remove_ended(4)
-    shelf.remove_ended(4)
-    assert shelf.bytes_by_step == {5: one}
+    assert cache.bytes_by_step == {3: one, 5: one, UNTAGGED: one}
+    assert cache.total_bytes == 4 * SHARD_BYTES
+    cache.remove_ended(4)
+    cache.remove_ended(4)
+    assert cache.bytes_by_step == {5: one}
 
 
 def test_an_entry_larger_than_the_budget_is_not_kept() -> None:
-    shelf = LruCache(2 * SHARD_BYTES)
-    shelf.put(handle(1, num_bytes=2 * SHARD_BYTES + 1), content(handle(1)))
-    put_block(shelf, 2, 3, 4)
-    assert (len(shelf), shelf.total_bytes, shelf.bytes_by_step) == (0, 0, {})
-    put_block(shelf, 5, 6)
-    assert (len(shelf), shelf.is_over) == (2, False)
-    put(shelf, 7)
-    assert (len(shelf), shelf.is_over) == (3, True)
+    cache = LruCache(2 * SHARD_BYTES)
+    cache.put(handle(1, num_bytes=2 * SHARD_BYTES + 1), content(handle(1)))
+    put_block(cache, 2, 3, 4)
+    assert (len(cache), cache.total_bytes, cache.bytes_by_step) == (0, 0, {})
+    put_block(cache, 5, 6)
+    assert (len(cache), cache.is_over) == (2, False)
+    put(cache, 7)
+    assert (len(cache), cache.is_over) == (3, True)
 
 
-def test_a_cached_block_counts_whole_until_its_last_shard_is_removed(shelf: LruCache) -> None:
-    put_block(shelf, 1, 2, 3)
-    used = shelf.use(*ids(1))
+def test_a_cached_block_counts_whole_until_its_last_shard_is_removed(cache: LruCache) -> None:
+    put_block(cache, 1, 2, 3)
+    used = cache.use(*ids(1))
     assert used is not None
     memory = weakref.ref(used.data.base)
     del used
     gc.disable()
     try:
         for number in (1, 3):
-            shelf.remove(*ids(number))
-            assert (shelf.total_bytes, memory() is None) == (3 * SHARD_BYTES, False)
-        shelf.remove(*ids(2))
-        assert (shelf.total_bytes, memory() is None) == (0, True)
+            cache.remove(*ids(number))
+            assert (cache.total_bytes, memory() is None) == (3 * SHARD_BYTES, False)
+        cache.remove(*ids(2))
+        assert (cache.total_bytes, memory() is None) == (0, True)
     finally:
         gc.enable()
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_operations_on_the_cache_count_like_a_list(shelf: LruCache, seed: int) -> None:
+def test_random_operations_on_the_cache_count_like_a_list(cache: LruCache, seed: int) -> None:
     chance = random.Random(seed)
-    here: list[RTensor] = []
+    entries: list[RTensor] = []
     block_of: dict[int, tuple[int, int]] = {}
     for number in range(400):
         match chance.choice(["put", "put", "use", "remove", "coldest", "ended"]):
@@ -513,25 +513,25 @@ def test_random_operations_on_the_cache_count_like_a_list(shelf: LruCache, seed:
                 shards = [handle(9 * number + each, each % 3, each) for each in range(1, 5)]
                 shards = shards[: chance.randrange(1, 5)]
                 for shard, each in zip(shards, in_one_block(shards), strict=True):
-                    shelf.put(shard, each)
+                    cache.put(shard, each)
                     block_of[shard.shard_id] = number, sum(each.num_bytes for each in shards)
-                here += shards
-            case "use" if here:
-                here.append(here.pop(chance.randrange(len(here))))
-                assert shelf.use(here[-1].shard_id) is not None
-            case "remove" if here:
-                shard = here.pop(chance.randrange(len(here)))
-                assert isinstance(shelf.remove(shard.shard_id), CacheEntry)
-            case "coldest" if here:
-                assert shelf.remove_coldest().of_step.step == here.pop(0).step
-            case "ended" if any(each.step == 0 for each in here):
-                kept = shelf.remove_ended(0)
+                entries += shards
+            case "use" if entries:
+                entries.append(entries.pop(chance.randrange(len(entries))))
+                assert cache.use(entries[-1].shard_id) is not None
+            case "remove" if entries:
+                shard = entries.pop(chance.randrange(len(entries)))
+                assert isinstance(cache.remove(shard.shard_id), CacheEntry)
+            case "coldest" if entries:
+                assert cache.remove_coldest().of_step.step == entries.pop(0).step
+            case "ended" if any(each.step == 0 for each in entries):
+                kept = cache.remove_ended(0)
                 assert kept is not None
                 assert kept.of_step.step == 0
-                here.remove(next(each for each in here if shelf.use(each.shard_id) is None))
-                here = [each for each in here if shelf.use(each.shard_id) is not None]
-        blocks = dict(block_of[each.shard_id] for each in here)
-        assert (len(shelf), shelf.total_bytes) == (len(here), sum(blocks.values()))
-    while here:
-        assert shelf.remove(here.pop().shard_id) is not None
-    assert shelf.total_bytes == 0
+                entries.remove(next(each for each in entries if cache.use(each.shard_id) is None))
+                entries = [each for each in entries if cache.use(each.shard_id) is not None]
+        blocks = dict(block_of[each.shard_id] for each in entries)
+        assert (len(cache), cache.total_bytes) == (len(entries), sum(blocks.values()))
+    while entries:
+        assert cache.remove(entries.pop().shard_id) is not None
+    assert cache.total_bytes == 0

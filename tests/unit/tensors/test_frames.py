@@ -153,18 +153,18 @@ def ends() -> Iterator[tuple[FramedSocket, FramedSocket]]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         near = socket.create_connection(listening.getsockname())
         far, _ = listening.accept()
-    lines = FramedSocket(near, patience_s=0.05), FramedSocket(far, patience_s=5.0)
-    yield lines
-    for line in lines:
-        line.close()
+    sockets = FramedSocket(near, patience_s=0.05), FramedSocket(far, patience_s=5.0)
+    yield sockets
+    for framed in sockets:
+        framed.close()
 
 
-def raw(line: FramedSocket) -> socket.socket:
-    return line._socket  # noqa: SLF001 - a vandal's end has no frames
+def raw(framed: FramedSocket) -> socket.socket:
+    return framed._socket  # noqa: SLF001 - malformed bytes bypass the frames
 
 
-def sent_by(line: FramedSocket, header: bytes, buffers: list[memoryview]) -> threading.Thread:
-    thread = threading.Thread(target=line.send, args=(header, buffers))
+def sent_by(framed: FramedSocket, header: bytes, buffers: list[memoryview]) -> threading.Thread:
+    thread = threading.Thread(target=framed.send, args=(header, buffers))
     thread.start()
     return thread
 
@@ -190,10 +190,10 @@ def test_buffers_arrive_in_their_places(
     sent = [rng.randbytes(size) for size in sizes]
     thread = sent_by(near, HELLO, [memoryview(each) for each in sent])
     assert decode_answer(far.receive()) == Refused("hello")
-    came = [bytearray(size) for size in sizes]
-    far.fill([memoryview(each) for each in came])
+    received = [bytearray(size) for size in sizes]
+    far.fill([memoryview(each) for each in received])
     thread.join()
-    assert came == sent
+    assert received == sent
     assert far.num_received == len(HELLO) + sum(sizes)
 
 
@@ -202,9 +202,9 @@ def test_received_buffers_may_have_other_sizes_than_the_sent_ones(
 ) -> None:
     near, far = ends
     near.send(b"", [memoryview(bytes(range(100)))])
-    came = [bytearray(size) for size in (1, 0, 33, 66)]
-    far.fill([memoryview(each) for each in came])
-    assert b"".join(came) == bytes(range(100))
+    received = [bytearray(size) for size in (1, 0, 33, 66)]
+    far.fill([memoryview(each) for each in received])
+    assert b"".join(received) == bytes(range(100))
 
 
 @pytest.mark.parametrize("length", [2**23 + 1, 2**31, 2**32 - 1])
@@ -295,26 +295,26 @@ def test_a_request_without_end_is_read_as_far_as_allowed(
 def test_keepalive_detects_a_dead_machine_and_is_off_within_one_machine(
     ends: tuple[FramedSocket, FramedSocket],
 ) -> None:
-    for line in ends:
-        option = partial(raw(line).getsockopt, socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        gives_up = partial(raw(line).getsockopt, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    for framed in ends:
+        option = partial(raw(framed).getsockopt, socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        gives_up = partial(raw(framed).getsockopt, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         assert (option(), gives_up()) == (1, DEAD_S * 1000)
-        line.share_machine()
+        framed.share_machine()
         assert (option(), gives_up()) == (0, 0)
 
 
 def test_a_cut_wakes_waiters_at_both_ends(ends: tuple[FramedSocket, FramedSocket]) -> None:
     near, far = ends
-    heard: list[bool] = []
+    frames: list[bool] = []
     threads = [
-        threading.Thread(target=lambda end=end: heard.append(end.wait_for_frame())) for end in ends
+        threading.Thread(target=lambda end=end: frames.append(end.wait_for_frame())) for end in ends
     ]
     for thread in threads:
         thread.start()
     near.cut()
     for thread in threads:
         thread.join()
-    assert heard == [False, False]
+    assert frames == [False, False]
     far.cut()
     near.cut()
 

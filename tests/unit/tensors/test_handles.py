@@ -28,7 +28,7 @@ HANDLES = st.builds(
 
 
 def batch(num_rollouts: int = 256, num_keys: int = 8) -> list[RTensor]:
-    """The handles of a train step: each rollout of a length of its own."""
+    """Handles of a training step whose rollouts have different lengths."""
     rng = random.Random(0)
     handles = []
     for number in range(num_rollouts * num_keys):
@@ -75,8 +75,8 @@ def test_a_batch_of_handles_is_small_on_the_wire() -> None:
 def test_2048_handles_are_packed_and_unpacked_in_a_millisecond_each() -> None:
     handles = batch()
     packed = pack(handles)
-    # The best of many: what the machine does besides is not what is asked. Twice the goal, since
-    # CI machines differ; benchmarks/tensors.py holds the goal itself.
+    # The best of many runs excludes other load. The limit is twice the goal, since CI machines
+    # differ; benchmarks/tensors.py checks the goal itself.
     assert min(cpu_s(lambda: pack(handles)) for _ in range(20)) < 0.002
     assert min(cpu_s(lambda: unpack(packed)) for _ in range(20)) < 0.002
 
@@ -94,9 +94,9 @@ def test_a_truncated_or_changed_pack_is_refused() -> None:
         with pytest.raises(WireError):
             unpack(packed[:stop])
     for _ in range(2000):
-        bent = bytearray(packed)
-        bent[rng.randrange(len(bent))] = rng.randrange(256)
-        assert isinstance(unpacked_or_error(bent), list | WireError)
+        changed = bytearray(packed)
+        changed[rng.randrange(len(changed))] = rng.randrange(256)
+        assert isinstance(unpacked_or_error(changed), list | WireError)
 
 
 def unpacked_or_error(buffer: bytearray) -> list[RTensor] | WireError:
@@ -132,9 +132,9 @@ def test_random_bytes_are_no_pack(noise: bytes) -> None:
 def test_inconsistent_columns_are_refused(fields: dict[int, object]) -> None:
     true: list[object] = [1, ["tcp://h:1"], [["int32", [4], 16]], [1, 2], [3, 3], [0, 0], [0, 0]]
     assert len(unpack(msgspec.msgpack.encode(true))) == 2
-    bent = [fields.get(place, field) for place, field in enumerate(true)]
+    changed = [fields.get(place, field) for place, field in enumerate(true)]
     with pytest.raises(WireError):
-        unpack(msgspec.msgpack.encode(bent))
+        unpack(msgspec.msgpack.encode(changed))
 
 
 def read_only(num_bytes: int) -> np.ndarray:

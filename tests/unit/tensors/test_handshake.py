@@ -32,14 +32,14 @@ NONCE = b"n" * NONCE_BYTES
 
 @pytest.fixture
 def ends() -> Iterator[tuple[FramedSocket, FramedSocket]]:
-    """A consumer's end, and its owner's."""
+    """The consumer's end of a connection, and the owner's."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         near = socket.create_connection(listening.getsockname())
         far, _ = listening.accept()
-    lines = FramedSocket(near, patience_s=5.0), FramedSocket(far, patience_s=5.0)
-    yield lines
-    for line in lines:
-        line.close()
+    sockets = FramedSocket(near, patience_s=5.0), FramedSocket(far, patience_s=5.0)
+    yield sockets
+    for framed in sockets:
+        framed.close()
 
 
 @pytest.fixture
@@ -52,85 +52,85 @@ def other_keys(tmp_path: Path) -> Keys:
     return new_keys(tmp_path / "others.json")
 
 
-class Door:
+class AcceptingOwner:
     """An owner that admits one consumer, in a thread."""
 
-    def __init__(self, line: FramedSocket, keys: Keys | None) -> None:
+    def __init__(self, framed: FramedSocket, keys: Keys | None) -> None:
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._admit, args=(line, keys))
+        self._thread = threading.Thread(target=self._admit, args=(framed, keys))
         self._thread.start()
 
-    def _admit(self, line: FramedSocket, keys: Keys | None) -> None:
+    def _admit(self, framed: FramedSocket, keys: Keys | None) -> None:
         try:
-            accept_consumer(line, keys, ADMITTED)
+            accept_consumer(framed, keys, ADMITTED)
         except (WireError, OSError) as error:
             self.error = error
-            line.cut()
+            framed.cut()
 
     def refusal(self) -> str:
-        """The reason with which it refused the consumer; '' if it did not."""
+        """Return the reason for which the consumer was refused; '' if it was admitted."""
         self._thread.join()
         return str(self.error or "")
 
 
 def test_without_keys_a_consumer_is_admitted(ends: tuple[FramedSocket, FramedSocket]) -> None:
-    door = Door(ends[1], None)
+    owner = AcceptingOwner(ends[1], None)
     assert greet_owner(ends[0], OWNER, None) == ADMITTED
-    assert door.refusal() == ""
+    assert owner.refusal() == ""
 
 
 def test_with_the_same_keys_a_consumer_is_admitted(
     ends: tuple[FramedSocket, FramedSocket], keys: Keys
 ) -> None:
-    door = Door(ends[1], keys)
+    owner = AcceptingOwner(ends[1], keys)
     assert greet_owner(ends[0], OWNER, keys) == ADMITTED
-    assert door.refusal() == ""
+    assert owner.refusal() == ""
 
 
 def test_a_consumer_without_keys_gets_an_error_that_asks_for_them(
     ends: tuple[FramedSocket, FramedSocket], keys: Keys
 ) -> None:
-    door = Door(ends[1], keys)
+    owner = AcceptingOwner(ends[1], keys)
     with pytest.raises(AddressError, match=f"{OWNER}: it needs the keys.*{KEYS_VARIABLE}"):
         greet_owner(ends[0], OWNER, None)
-    assert "needs the keys" in door.refusal()
+    assert "needs the keys" in owner.refusal()
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_an_owner_without_the_keys_is_not_trusted(
     ends: tuple[FramedSocket, FramedSocket], keys: Keys, other_keys: Keys, has_keys: bool
 ) -> None:
-    door = Door(ends[1], other_keys if has_keys else None)
+    owner = AcceptingOwner(ends[1], other_keys if has_keys else None)
     with pytest.raises(AddressError, match=f"{OWNER}: it does not have the keys"):
         greet_owner(ends[0], OWNER, keys)
     ends[0].cut()
-    assert door.refusal() == "hung up"
+    assert owner.refusal() == "hung up"
 
 
 def test_a_consumer_with_other_keys_is_refused(
     ends: tuple[FramedSocket, FramedSocket], keys: Keys, other_keys: Keys
 ) -> None:
-    """A consumer that does not check the owner's identity."""
-    door = Door(ends[1], keys)
+    """The consumer here does not check the owner's identity."""
+    owner = AcceptingOwner(ends[1], keys)
     near = ends[0]
     near.send(frame(Hello(PROTOCOL, NONCE)))
     welcome = decode_answer(near.receive())
     assert isinstance(welcome, Welcome)
-    near.send(frame(KeyProof(welcome.proof)))  # the owner's own, thrown back at it
+    near.send(frame(KeyProof(welcome.proof)))  # the owner's own proof, sent back
     answer = decode_answer(near.receive())
     assert isinstance(answer, Refused)
-    assert "needs the keys" in door.refusal()
+    assert "needs the keys" in owner.refusal()
 
 
 @pytest.mark.parametrize("keyed", [False, True])
 def test_another_protocol_version_is_refused(
     ends: tuple[FramedSocket, FramedSocket], keys: Keys, keyed: bool
 ) -> None:
-    door = Door(ends[1], keys if keyed else None)
+    owner = AcceptingOwner(ends[1], keys if keyed else None)
     ends[0].send(frame(Hello(PROTOCOL + 1, NONCE)))
     answer = decode_answer(ends[0].receive())
     assert answer == Refused(f"the consumer speaks protocol {PROTOCOL + 1}, its owner {PROTOCOL}")
-    assert door.refusal() == answer.why
+    assert owner.refusal() == answer.why
 
 
 @pytest.mark.parametrize(
@@ -148,10 +148,10 @@ def test_another_protocol_version_is_refused(
 def test_a_malformed_greeting_is_refused(
     ends: tuple[FramedSocket, FramedSocket], keys: Keys, refusal: bytes
 ) -> None:
-    door = Door(ends[1], keys)
+    owner = AcceptingOwner(ends[1], keys)
     ends[0].send(refusal)
     ends[0].stop_sending()
-    assert door.refusal() != ""
+    assert owner.refusal() != ""
 
 
 def test_a_malformed_welcome_is_a_wire_error(ends: tuple[FramedSocket, FramedSocket]) -> None:
@@ -173,7 +173,7 @@ def test_a_silent_peer_is_given_up(
 def test_every_handshake_has_its_own_nonce_and_proof(
     ends: tuple[FramedSocket, FramedSocket], keys: Keys
 ) -> None:
-    """So an overheard proof opens nothing later."""
+    """A recorded proof is not valid in a later handshake."""
     near, far = ends
     welcomes = []
     for _ in range(2):

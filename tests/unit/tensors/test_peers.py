@@ -21,7 +21,7 @@ from rollmesh.tensors.framed_socket import FramedSocket
 from rollmesh.tensors.frames import Fetch, Sent, decode_request, frame, pack_numbers
 from rollmesh.tensors.handles import Content, RTensor
 from rollmesh.tensors.peers import Peers
-from tests.unit.tensors.fetches import Asking
+from tests.unit.tensors.fetches import ThreadCall
 from tests.unit.tensors.owners import (
     PATIENCE_S,
     Owned,
@@ -45,7 +45,7 @@ def peers() -> Iterator[Peers]:
 
 @pytest.fixture(params=["memory", "stream"])
 def owner(request: pytest.FixtureRequest) -> Iterator[Owned]:
-    """An owner that lends, and one that has nothing to lend."""
+    """An owner that lends its memory, and one that sends bytes."""
     with owned(is_shared=request.param == "memory") as owner:
         yield owner
 
@@ -125,17 +125,17 @@ def test_ended_loans_are_returned_without_a_further_call(peers: Peers) -> None:
 def test_a_call_that_waits_ends_when_the_peers_close() -> None:
     has_asked = threading.Event()
 
-    def script(line: FramedSocket) -> None:
-        line.receive()
+    def script(framed: FramedSocket) -> None:
+        framed.receive()
         has_asked.set()
-        assert not line.wait_for_frame()
+        assert not framed.wait_for_frame()
 
     with scripted(script) as owner, closing(Peers()) as peers:
-        asking = Asking(partial(peers.fetch, owner, handles_of(owner, [8])))
+        call = ThreadCall(partial(peers.fetch, owner, handles_of(owner, [8])))
         assert has_asked.wait(PATIENCE_S)
         peers.close()
         with pytest.raises(OwnerGone):
-            asking.ended()
+            call.result()
 
 
 def test_views_outlive_the_peers(owner: Owned) -> None:
@@ -164,7 +164,7 @@ def test_one_connection_serves_all_calls_and_threads(owner: Owned, peers: Peers)
     for thread in threads:
         thread.join()
     assert [results.get_nowait() for _ in range(80)] == [expected(SIZES)] * 80
-    assert owner.num_guests() == 1
+    assert owner.num_consumers() == 1
 
 
 def test_a_restarted_owner_is_found_and_has_lost_its_shards(peers: Peers) -> None:
@@ -192,40 +192,41 @@ def test_a_stopped_owner_is_gone(owner: Owned, peers: Peers) -> None:
         assert caught.value.owner == owner.address
 
 
-def vanish(line: FramedSocket) -> None:
+def disconnect(framed: FramedSocket) -> None:
     """Disconnect during an answer."""
-    line.receive()
-    line.send(frame(Sent(pack_numbers([8])))[:-1])
+    framed.receive()
+    framed.send(frame(Sent(pack_numbers([8])))[:-1])
 
 
-def mumble(line: FramedSocket) -> None:
-    line.receive()
-    line.send(b"\xff" * 100)
+def send_noise(framed: FramedSocket) -> None:
+    framed.receive()
+    framed.send(b"\xff" * 100)
 
 
-def hold_back(line: FramedSocket) -> None:
-    """Send most of the bytes."""
-    ask = decode_request(line.receive())
+def send_part(framed: FramedSocket) -> None:
+    """Send a part of the bytes."""
+    ask = decode_request(framed.receive())
     assert isinstance(ask, Fetch)
-    line.send(frame(Sent(pack_numbers([2**20]))), [memoryview(bytes(100))])
+    framed.send(frame(Sent(pack_numbers([2**20]))), [memoryview(bytes(100))])
 
 
 @pytest.mark.parametrize(
-    ("script", "message"), [(vanish, "hung up"), (mumble, "a header of"), (hold_back, "hung up")]
+    ("script", "message"),
+    [(disconnect, "hung up"), (send_noise, "a header of"), (send_part, "hung up")],
 )
 def test_an_owner_that_fails_during_a_fetch_is_gone_and_found_again(
     peers: Peers, script: Callable[[FramedSocket], None], message: str
 ) -> None:
     num_dialled = 0
 
-    def fail_then_answer(line: FramedSocket) -> None:
+    def fail_then_answer(framed: FramedSocket) -> None:
         nonlocal num_dialled
         num_dialled += 1
         if num_dialled == 1:
-            script(line)
+            script(framed)
         else:
-            line.receive()
-            line.send(frame(Sent(pack_numbers([2**20]))), [memoryview(bytes(2**20))])
+            framed.receive()
+            framed.send(frame(Sent(pack_numbers([2**20]))), [memoryview(bytes(2**20))])
 
     with scripted(fail_then_answer) as address:
         handles = handles_of(address, [2**20])
@@ -238,11 +239,11 @@ def test_an_owner_that_fails_during_a_fetch_is_gone_and_found_again(
 def test_a_connection_that_ended_while_idle_is_replaced_silently(peers: Peers) -> None:
     num_dialled = 0
 
-    def answer_one(line: FramedSocket) -> None:
+    def answer_one(framed: FramedSocket) -> None:
         nonlocal num_dialled
         num_dialled += 1
-        line.receive()
-        line.send(frame(Sent(pack_numbers([1]))), [memoryview(b"x")])
+        framed.receive()
+        framed.send(frame(Sent(pack_numbers([1]))), [memoryview(b"x")])
 
     with scripted(answer_one) as address:
         for _ in range(3):
@@ -251,17 +252,17 @@ def test_a_connection_that_ended_while_idle_is_replaced_silently(peers: Peers) -
 
 
 def test_an_interrupted_call_leaves_nothing_to_the_next(peers: Peers) -> None:
-    """Interrupt as Ctrl-C does, during an answer."""
-    started, go_on = threading.Event(), threading.Event()
+    """Close the peers during an answer."""
+    started, may_continue = threading.Event(), threading.Event()
 
-    def stall(line: FramedSocket) -> None:
-        line.receive()
-        line.send(frame(Sent(pack_numbers([4]))), [memoryview(b"ol")])
+    def stall(framed: FramedSocket) -> None:
+        framed.receive()
+        framed.send(frame(Sent(pack_numbers([4]))), [memoryview(b"ol")])
         started.set()
-        go_on.wait(PATIENCE_S)
-        if line.wait_for_frame():
-            line.receive()
-            line.send(frame(Sent(pack_numbers([4]))), [memoryview(b"new!")])
+        may_continue.wait(PATIENCE_S)
+        if framed.wait_for_frame():
+            framed.receive()
+            framed.send(frame(Sent(pack_numbers([4]))), [memoryview(b"new!")])
 
     with scripted(stall) as address:
         failed: list[str] = []
@@ -277,22 +278,22 @@ def test_an_interrupted_call_leaves_nothing_to_the_next(peers: Peers) -> None:
         started.wait(PATIENCE_S)
         peers.close()
         thread.join()
-        go_on.set()
+        may_continue.set()
     assert len(failed) == 1
     with pytest.raises(TensorError, match="closing"):
         peers.fetch(address, handles_of(address, [4]))
 
 
 def test_ended_loans_of_a_busy_peer_are_returned_when_it_is_idle(peers: Peers) -> None:
-    """And return the loans of others meanwhile."""
-    started, go_on = threading.Event(), threading.Event()
+    """Loans of other owners are returned meanwhile."""
+    started, may_continue = threading.Event(), threading.Event()
 
-    def stall(line: FramedSocket) -> None:
-        line.receive()
+    def stall(framed: FramedSocket) -> None:
+        framed.receive()
         started.set()
-        go_on.wait(PATIENCE_S)
-        line.send(frame(Sent(pack_numbers([0]))))
-        assert not line.wait_for_frame()
+        may_continue.wait(PATIENCE_S)
+        framed.send(frame(Sent(pack_numbers([0]))))
+        assert not framed.wait_for_frame()
 
     with scripted(stall) as busy, owned() as owner:
         thread = threading.Thread(target=peers.fetch, args=(busy, handles_of(busy, [0])))
@@ -303,7 +304,7 @@ def test_ended_loans_of_a_busy_peer_are_returned_when_it_is_idle(peers: Peers) -
         del contents
         soon(lambda: owner.store.stats().retained_bytes == 0)
         assert thread.is_alive()
-        go_on.set()
+        may_continue.set()
         thread.join()
         peers.close()
 
@@ -332,8 +333,8 @@ def test_no_descriptor_or_thread_is_left_open() -> None:
 def test_concurrent_consumers_see_whole_shards_and_leave_nothing(
     is_shared: bool, seeds: list[int]
 ) -> None:
-    """While the shards that they view are cleared, and the memory is wanted for more."""
-    shelf: list[tuple[int, RTensor]] = []
+    """Meanwhile shards that they view are cleared, and the memory is used for others."""
+    stored: list[tuple[int, RTensor]] = []
     wrong: list[object] = []
     with owned(is_shared=is_shared, max_bytes=2**22) as owner:
 
@@ -345,8 +346,8 @@ def test_concurrent_consumers_see_whole_shards_and_leave_nothing(
                     number = rng.randrange(2**16)
                     size = rng.choice([0, 1, 100, 5000, 100_000])
                     (handle,) = owner.store.put([content_of(number, size)])
-                    shelf.append((number, handle))
-                    some = rng.sample(shelf, min(len(shelf), rng.randrange(1, 9)))
+                    stored.append((number, handle))
+                    some = rng.sample(stored, min(len(stored), rng.randrange(1, 9)))
                     try:
                         contents = peers.fetch(owner.address, [handle for _, handle in some])
                         kept += zip([number for number, _ in some], contents, strict=True)
@@ -358,7 +359,7 @@ def test_concurrent_consumers_see_whole_shards_and_leave_nothing(
                         expected = content_of(number, content.data.nbytes).data
                         if not np.array_equal(content.data, expected):
                             wrong.append((seed, number))
-                    _, handle = rng.choice(shelf)
+                    _, handle = rng.choice(stored)
                     peers.clear(owner.address, [handle.shard_id])
                 kept.clear()
 
@@ -367,7 +368,7 @@ def test_concurrent_consumers_see_whole_shards_and_leave_nothing(
             thread.start()
         for thread in threads:
             thread.join()
-        owner.store.clear([handle.shard_id for _, handle in shelf])
+        owner.store.clear([handle.shard_id for _, handle in stored])
         soon(lambda: owner.store.stats().retained_bytes == 0)
         assert owner.store.stats().total_bytes == 0
     assert wrong == []
@@ -382,7 +383,7 @@ def test_a_forked_child_does_not_use_the_connections(peers: Peers) -> None:
             _leave(owner, peers, handles)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert data_of(peers.fetch(owner.address, handles)) == expected(SIZES)
-        assert owner.num_guests() == 1
+        assert owner.num_consumers() == 1
 
 
 def _leave(owner: Owned, peers: Peers, handles: list[RTensor]) -> NoReturn:

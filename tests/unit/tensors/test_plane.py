@@ -17,7 +17,7 @@ from rollmesh.tensors.fetch_buffer import FetchBuffer
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor, collect, pack, unpack
 from rollmesh.tensors.plane import Plane, current
 from rollmesh.tensors.torch_bridge import ReadOnlyTensor
-from tests.unit.tensors.relaying_peers import MAX_BYTES, Mesh, Neighbours, process_of
+from tests.unit.tensors.relaying_peers import MAX_BYTES, Mesh, StoreBackend, process_of
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ def mesh(tmp_path: Path) -> Iterator[Mesh]:
 
 
 def rollouts() -> list[Any]:
-    """A batch as trainers have it."""
+    """A batch like that of a trainer."""
     return [
         {
             "input_ids": torch.arange(10 * n, dtype=torch.int32),
@@ -94,7 +94,7 @@ def test_packed_handles_lead_to_the_same_tensors(mesh: Mesh) -> None:
 def test_an_owner_reads_its_own_shards_without_a_fetch(mesh: Mesh) -> None:
     owner = mesh.process(7001)
     assert_same(owner.localize(owner.remotize(rollouts())), rollouts())
-    assert mesh.neighbours.fetches == []
+    assert mesh.backend.fetches == []
     assert kept(owner) == 0
 
 
@@ -102,7 +102,7 @@ def test_an_owner_recognises_its_own_shards_under_any_address(mesh: Mesh) -> Non
     owner = mesh.process(7001)
     handle = msgspec.structs.replace(owner.remotize(torch.ones(2)), owner="tcp://here:7001")
     assert owner.localize(handle).tolist() == [1, 1]
-    assert mesh.neighbours.fetches == []
+    assert mesh.backend.fetches == []
 
 
 def test_one_tensor_at_two_places_is_stored_and_localized_as_one(mesh: Mesh) -> None:
@@ -121,7 +121,7 @@ def test_one_shard_under_two_handles_is_fetched_once(mesh: Mesh) -> None:
     again = handle.tagged(9)
     back = consumer.localize([handle, again, handle])
     assert back[0] is back[1] is back[2]
-    assert mesh.neighbours.fetches == [("tcp://127.0.0.1:7001", 1)]
+    assert mesh.backend.fetches == [("tcp://127.0.0.1:7001", 1)]
 
 
 def test_a_slice_holds_its_own_bytes_only(mesh: Mesh) -> None:
@@ -184,7 +184,7 @@ def test_several_owners_are_asked_once_each(mesh: Mesh, buffer: bool) -> None:
     consumer = mesh.process(7004, buffer=buffer)
     back = consumer.localize(mixed)
     assert [int(each[0]) for each in back] == [n for n in range(6) for _ in owners]
-    assert sorted(mesh.neighbours.fetches) == [(f"tcp://127.0.0.1:700{n}", 6) for n in (1, 2, 3)]
+    assert sorted(mesh.backend.fetches) == [(f"tcp://127.0.0.1:700{n}", 6) for n in (1, 2, 3)]
 
 
 def test_a_second_localize_serves_from_the_buffer(mesh: Mesh) -> None:
@@ -193,7 +193,7 @@ def test_a_second_localize_serves_from_the_buffer(mesh: Mesh) -> None:
     consumer.localize(handles[0])
     consumer.localize(handles)
     consumer.localize(handles)
-    assert [count for _, count in mesh.neighbours.fetches] == [1, 1]
+    assert [count for _, count in mesh.backend.fetches] == [1, 1]
     assert kept(consumer) == 2
 
 
@@ -213,14 +213,14 @@ def test_the_end_of_a_step_frees_owners_and_consumers(mesh: Mesh) -> None:
     owner, consumer = mesh.process(7001), mesh.consumer()
     old = owner.remotize(rollouts(), step=4)
     new = owner.remotize(rollouts(), step=5)
-    kept_on = owner.remotize(torch.ones(2))
+    untagged = owner.remotize(torch.ones(2))
     consumer.localize([old, new])
     for plane in (owner, consumer):
         plane.end_step(4)
     with pytest.raises(ShardMissing) as caught:
         consumer.localize(old)
     assert caught.value.reason == "cleared"
-    consumer.localize([new, kept_on])
+    consumer.localize([new, untagged])
 
 
 def test_the_end_of_a_step_frees_the_copies_of_every_role(mesh: Mesh) -> None:
@@ -250,7 +250,7 @@ def test_a_clear_at_its_owner_evicts_the_copies_first(mesh: Mesh) -> None:
     assert stored_bytes(owner) == kept(consumer) == 0
     handle = owner.remotize(torch.ones(2))
     consumer.localize(handle)
-    mesh.neighbours.stores.clear()
+    mesh.backend.stores.clear()
     with pytest.raises(OwnerGone):
         consumer.clear_at(handle.owner, [handle.shard_id])
     assert kept(consumer) == 0
@@ -260,7 +260,7 @@ def test_an_owner_clears_its_own_shards_without_a_backend(mesh: Mesh) -> None:
     owner = mesh.process(7001)
     handle = owner.remotize(torch.ones(2))
     assert owner.clear_at(handle.owner, [handle.shard_id]) == 1
-    assert mesh.neighbours.cleared == []
+    assert mesh.backend.cleared == []
 
 
 def test_a_handle_of_an_earlier_incarnation_is_missing_at_once(mesh: Mesh) -> None:
@@ -270,7 +270,7 @@ def test_a_handle_of_an_earlier_incarnation_is_missing_at_once(mesh: Mesh) -> No
         with pytest.raises(ShardMissing) as caught:
             plane.localize(old)
         assert caught.value.reason == "owner_restarted"
-    assert [owner for owner, _ in mesh.neighbours.fetches] == [old.owner]
+    assert [owner for owner, _ in mesh.backend.fetches] == [old.owner]
 
 
 def test_one_missing_shard_fails_the_call_and_keeps_nothing(mesh: Mesh) -> None:
@@ -283,7 +283,7 @@ def test_one_missing_shard_fails_the_call_and_keeps_nothing(mesh: Mesh) -> None:
     assert kept(consumer) == 0
 
 
-class Careless(Neighbours):
+class LosesLastShard(StoreBackend):
     """A backend that loses the last shard of each fetch."""
 
     def fetch(self, owner: str, handles: list[RTensor]) -> list[Content]:
@@ -295,12 +295,12 @@ class Careless(Neighbours):
 def test_a_backend_that_returns_too_few_shards_is_a_mismatch(
     mesh: Mesh, buffer: FetchBuffer | None, num_owners: int
 ) -> None:
-    careless = Careless()
-    careless.stores = mesh.neighbours.stores
+    backend = LosesLastShard()
+    backend.stores = mesh.backend.stores
     owners = [mesh.process(7001 + number) for number in range(num_owners)]
     handles = [each.remotize([torch.ones(2), torch.zeros(2)]) for each in owners]
     with pytest.raises(FetchMismatch, match=r"2 shards were asked of .*, 1 came"):
-        Plane(None, buffer, careless).localize(handles)
+        Plane(None, buffer, backend).localize(handles)
     assert buffer is None or buffer.stats().num_tensors == 0
 
 
@@ -335,7 +335,7 @@ def test_a_handle_finds_its_tensor_by_the_process_plane(mesh: Mesh) -> None:
     with process_of(mesh.consumer()):
         assert handle.to_local().tolist() == [0, 1, 2]
         assert isinstance(handle.to_local(), ReadOnlyTensor)
-        assert len(mesh.neighbours.fetches) == 1
+        assert len(mesh.backend.fetches) == 1
     with pytest.raises(TensorError, match="no way"):
         handle.to_local()
 
@@ -346,7 +346,7 @@ def test_threads_that_localize_the_same_share_one_fetch_each(mesh: Mesh) -> None
     with ThreadPoolExecutor(8) as pool:
         backs = list(pool.map(consumer.localize, [handles] * 32))
     assert all([int(each[0]) for each in back] == [*range(64)] for back in backs)
-    assert sum(count for _, count in mesh.neighbours.fetches) == 64
+    assert sum(count for _, count in mesh.backend.fetches) == 64
 
 
 def test_a_handle_of_a_missing_shard_names_the_reason(mesh: Mesh) -> None:

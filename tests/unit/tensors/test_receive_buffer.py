@@ -17,7 +17,7 @@ MAX_BYTES = 2**16
 
 
 def filling(number: int) -> Callable[[Sequence[memoryview]], None]:
-    """Fill with a number."""
+    """Return a function that fills memory with a number."""
 
     def fill(views: Sequence[memoryview]) -> None:
         for view in views:
@@ -39,7 +39,7 @@ def test_arrays_have_their_sizes_and_bytes_and_are_read_only(max_bytes: int) -> 
 
 
 def test_bytes_are_received_in_order() -> None:
-    landing = ReceiveBuffer(MAX_BYTES)
+    buffer = ReceiveBuffer(MAX_BYTES)
     content = np.random.default_rng(0).integers(0, 256, sum(SIZES), np.uint8)
 
     def fill(views: Sequence[memoryview]) -> None:
@@ -49,44 +49,44 @@ def test_bytes_are_received_in_order() -> None:
             at += view.nbytes
         assert at == sum(SIZES)
 
-    assert np.array_equal(np.concatenate(landing.receive(SIZES, fill)), content)
+    assert np.array_equal(np.concatenate(buffer.receive(SIZES, fill)), content)
 
 
 def test_memory_is_reused_once_no_view_is_left() -> None:
-    landing = ReceiveBuffer(MAX_BYTES)
-    first = landing.receive(SIZES, filling(1))
+    buffer = ReceiveBuffer(MAX_BYTES)
+    first = buffer.receive(SIZES, filling(1))
     used = places(first)
     view = first[3][5:7]
     del first
-    second = landing.receive(SIZES, filling(2))
+    second = buffer.receive(SIZES, filling(2))
     assert used[:2] == places(second)[:2]
     assert used[2] not in places(second)
     assert bytes(view) == b"\1\1"
     del view, second
-    assert places(landing.receive(SIZES, filling(3))) == used
+    assert places(buffer.receive(SIZES, filling(3))) == used
 
 
 def test_adjacent_shards_are_received_as_one() -> None:
     seen: list[int] = []
-    landing = ReceiveBuffer(MAX_BYTES)
-    landing.receive([64, 128, 0, 192], lambda views: seen.append(len(views)))
+    buffer = ReceiveBuffer(MAX_BYTES)
+    buffer.receive([64, 128, 0, 192], lambda views: seen.append(len(views)))
     assert seen == [1]
 
 
 def test_arrays_that_do_not_fit_are_allocated_elsewhere() -> None:
-    landing = ReceiveBuffer(MAX_BYTES)
-    kept = [landing.receive([MAX_BYTES // 4], filling(number))[0] for number in range(8)]
+    buffer = ReceiveBuffer(MAX_BYTES)
+    kept = [buffer.receive([MAX_BYTES // 4], filling(number))[0] for number in range(8)]
     assert [int(array[0]) for array in kept] == list(range(8))
     assert len(set(places(kept))) == 8
     del kept
-    landing.receive([MAX_BYTES], filling(9))
+    buffer.receive([MAX_BYTES], filling(9))
 
 
 def test_without_address_space_the_buffer_logs_once_and_allocates_elsewhere() -> None:
-    landing = ReceiveBuffer(2**46)
+    buffer = ReceiveBuffer(2**46)
     with structlog.testing.capture_logs() as logs:
         for number in (1, 2):
-            arrays = landing.receive(SIZES, filling(number))
+            arrays = buffer.receive(SIZES, filling(number))
             assert [set(array.tolist()) for array in arrays] == [
                 {number},
                 set(),
@@ -99,12 +99,12 @@ def test_without_address_space_the_buffer_logs_once_and_allocates_elsewhere() ->
 
 
 def test_a_failed_fetch_takes_no_room() -> None:
-    landing = ReceiveBuffer(MAX_BYTES)
-    used = places(landing.receive([MAX_BYTES], filling(1)))
+    buffer = ReceiveBuffer(MAX_BYTES)
+    used = places(buffer.receive([MAX_BYTES], filling(1)))
     for _ in range(3):
         with pytest.raises(ConnectionResetError):
-            landing.receive([MAX_BYTES], hang_up)
-    assert places(landing.receive([MAX_BYTES], filling(2))) == used
+            buffer.receive([MAX_BYTES], hang_up)
+    assert places(buffer.receive([MAX_BYTES], filling(2))) == used
 
 
 def hang_up(_: Sequence[memoryview]) -> None:
@@ -112,14 +112,14 @@ def hang_up(_: Sequence[memoryview]) -> None:
 
 
 def test_concurrent_threads_receive_only_their_own_bytes() -> None:
-    landing = ReceiveBuffer(MAX_BYTES)
+    buffer = ReceiveBuffer(MAX_BYTES)
     wrong: list[int] = []
 
     def receive(number: int) -> None:
         rng = random.Random(number)
         kept = []
         for _ in range(200):
-            kept += landing.receive([rng.randrange(4000) for _ in range(3)], filling(number))
+            kept += buffer.receive([rng.randrange(4000) for _ in range(3)], filling(number))
             wrong.extend(number for array in kept if not (array == number).all())
             rng.shuffle(kept)
             del kept[rng.randrange(10) :]
@@ -133,26 +133,26 @@ def test_concurrent_threads_receive_only_their_own_bytes() -> None:
 
 
 MEMORY = np.arange(1024, dtype=np.uint8).tobytes()
-"""Stands for an owner's segment: no array, so that views are of the lent array."""
+"""An owner's segment. It is no array, so that views refer to the lent array."""
 
 
 def array(offset: int = 0, num_bytes: int = 64) -> NDArray[np.uint8]:
     return np.frombuffer(MEMORY, np.uint8, num_bytes, offset)
 
 
-class Bell:
-    """Count how often it is rung."""
+class CallCounter:
+    """Counts its calls."""
 
     def __init__(self) -> None:
-        self.num_rings = 0
+        self.num_calls = 0
 
-    def ring(self) -> None:
-        self.num_rings += 1
+    def call(self) -> None:
+        self.num_calls += 1
 
 
 def test_a_loan_ends_with_the_last_view_of_its_array() -> None:
-    bell = Bell()
-    loans: ArrayLoans[int] = ArrayLoans(bell.ring)
+    counter = CallCounter()
+    loans: ArrayLoans[int] = ArrayLoans(counter.call)
     lent = array()
     loans.lend([7], [lent])
     views = [lent[3:9], lent.view(np.int32)[2:], lent.data[8:]]
@@ -160,16 +160,16 @@ def test_a_loan_ends_with_the_last_view_of_its_array() -> None:
     while views:
         assert len(loans) == 1
         assert loans.take_ended(9) == []
-        assert bell.num_rings == 0
+        assert counter.num_calls == 0
         views.pop()
     assert len(loans) == 0
-    assert bell.num_rings == 1
+    assert counter.num_calls == 1
     assert loans.take_ended(9) == [7]
     assert loans.take_ended(9) == []
 
 
 def test_a_shard_that_was_lent_twice_is_returned_twice() -> None:
-    loans: ArrayLoans[int] = ArrayLoans(Bell().ring)
+    loans: ArrayLoans[int] = ArrayLoans(CallCounter().call)
     first, second = array(), array()
     loans.lend([7, 7], [first, second])
     del first
@@ -179,13 +179,13 @@ def test_a_shard_that_was_lent_twice_is_returned_twice() -> None:
 
 
 def test_no_more_is_returned_at_a_time_than_a_message_holds() -> None:
-    loans: ArrayLoans[int] = ArrayLoans(Bell().ring)
+    loans: ArrayLoans[int] = ArrayLoans(CallCounter().call)
     loans.give_back(range(10))
     assert [loans.take_ended(4) for _ in range(4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], []]
 
 
 def test_loans_that_end_in_many_threads_are_all_returned_once() -> None:
-    loans: ArrayLoans[int] = ArrayLoans(Bell().ring)
+    loans: ArrayLoans[int] = ArrayLoans(CallCounter().call)
     rng = random.Random(3)
     shards: list[list[NDArray[np.uint8]]] = [[] for _ in range(8)]
     for shard_id in range(4000):
@@ -213,7 +213,7 @@ def test_loans_that_end_in_many_threads_are_all_returned_once() -> None:
 
 
 def test_loans_end_by_reference_counts_without_the_collector() -> None:
-    loans: ArrayLoans[int] = ArrayLoans(Bell().ring)
+    loans: ArrayLoans[int] = ArrayLoans(CallCounter().call)
     lent = array()
     loans.lend([7], [lent])
     gc.collect()

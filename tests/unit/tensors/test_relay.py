@@ -34,7 +34,7 @@ from tests.unit.tensors.owners import (
 )
 
 SIZES = [64, 0, 100_000, 3]
-LANDING_BYTES = 2**20
+RECEIVE_BYTES = 2**20
 
 
 class Rank:
@@ -43,7 +43,7 @@ class Rank:
     def __init__(self, is_shared: bool = True) -> None:
         settings = StoreSettings(max_bytes=2**20)
         self.buffer = FetchBuffer(2**22)
-        self.peers = Peers(None, LANDING_BYTES, is_shared)
+        self.peers = Peers(None, RECEIVE_BYTES, is_shared)
         self._store = OwnerStore(settings, SystemClock(), Arena(settings.max_bytes, None))
         relay = TensorRelay(self.buffer, self.peers)
         self.server = TensorServer(self._store, "tcp://127.0.0.1:0", relay=relay)
@@ -51,12 +51,12 @@ class Rank:
         self.peers.lend_at(self.address)
 
     def fetch(self, handles: list[RTensor]) -> list[Content]:
-        """Fetch as a plane does."""
+        """Fetch through the buffer, as a plane does."""
         owner = handles[0].owner
         return self.buffer.get_many(handles, lambda some: self.peers.fetch(owner, some))
 
     def has_received(self, contents: list[Content]) -> bool:
-        """Whether they came over the network to here."""
+        """Whether this process received them over the network."""
         return any(self.peers.range_of(each) for each in contents)
 
     def close(self) -> None:
@@ -123,28 +123,28 @@ def test_no_consumer_is_sent_to_a_peer_that_lends_nothing(owner: Owned, ranks: l
 def test_views_of_relayed_shards_stay_valid_when_the_relaying_peer_drops_them(
     owner: Owned, ranks: list[Rank]
 ) -> None:
-    carrier, other = ranks[:2]
-    handles = owner.put([LANDING_BYTES // 2])
+    relaying, other = ranks[:2]
+    handles = owner.put([RECEIVE_BYTES // 2])
     contents = other.fetch(handles)
     expected = data_of(contents)
     assert not other.has_received(contents)
-    carrier.buffer.clear(None)
+    relaying.buffer.clear(None)
     for _ in range(3):
-        carrier.fetch(owner.put([LANDING_BYTES // 2]))
-        carrier.buffer.clear(None)
+        relaying.fetch(owner.put([RECEIVE_BYTES // 2]))
+        relaying.buffer.clear(None)
     assert data_of(contents) == expected
 
 
 def test_memory_is_reused_when_the_views_of_other_peers_are_gone(
     owner: Owned, ranks: list[Rank]
 ) -> None:
-    carrier, other = ranks[:2]
-    for _ in range(5):  # twice as much as lands at a time
-        handles = owner.put([LANDING_BYTES // 2])
+    relaying, other = ranks[:2]
+    for _ in range(5):  # 2.5 times the receive buffer
+        handles = owner.put([RECEIVE_BYTES // 2])
         contents = other.fetch(handles)
         assert not other.has_received(contents)
         del contents
-        for rank in (carrier, other):
+        for rank in (relaying, other):
             rank.buffer.clear(None)
         other.peers.settle()
 
@@ -169,7 +169,7 @@ def test_if_the_relaying_peer_closes_another_takes_over(owner: Owned, ranks: lis
 
 
 def test_a_relaying_peer_that_does_not_answer_is_bypassed(owner: Owned, ranks: list[Rank]) -> None:
-    ranks[0].server.stop()  # and stays connected to the owner
+    ranks[0].server.stop()  # it stays connected to the owner
     contents = ranks[1].fetch(owner.put(SIZES))
     assert data_of(contents) == EXPECTED
     assert ranks[1].has_received(contents)
@@ -197,18 +197,18 @@ def test_a_stopped_owner_is_gone_for_all_consumers(owner: Owned, ranks: list[Ran
 def test_a_peer_returns_only_the_shards_that_it_was_lent(owner: Owned, ranks: list[Rank]) -> None:
     rank = ranks[0]
     relay = TensorRelay(rank.buffer, rank.peers)
-    handles = owner.put([LANDING_BYTES // 4, LANDING_BYTES // 4])
+    handles = owner.put([RECEIVE_BYTES // 4, RECEIVE_BYTES // 4])
     ids = [each.shard_id for each in handles]
     places = relay.places(handles, "guest")
-    assert [place.num_bytes for place in places] == [LANDING_BYTES // 4] * 2
-    relay.unpin([*ids, 5], "nobody")
+    assert [place.num_bytes for place in places] == [RECEIVE_BYTES // 4] * 2
+    relay.unpin([*ids, 5], "unknown")
     relay.unpin([ids[0], ids[0], 5], "guest")
     lent = weakref.ref(rank.fetch(handles)[1].data)
     rank.buffer.clear(None)
-    (again,) = rank.fetch(owner.put([LANDING_BYTES // 4]))
+    (again,) = rank.fetch(owner.put([RECEIVE_BYTES // 4]))
     place = rank.peers.range_of(again)
     assert place is not None
-    assert place.offset < places[1].offset  # where nobody looks any more
+    assert place.offset < places[1].offset  # memory without views
     assert lent() is not None
     relay.drop_peer("guest")
     assert lent() is None
@@ -235,7 +235,7 @@ def test_no_descriptor_or_thread_is_left_open(owner: Owned) -> None:
     for rank in ranks:
         rank.close()
     del rank, ranks
-    soon(lambda: is_closed_since(before))  # the owner, which lives on, has to hear of it
+    soon(lambda: is_closed_since(before))  # the owner must notice the disconnects first
 
 
 def test_a_relay_refuses_to_fetch_from_an_invalid_owner(ranks: list[Rank]) -> None:
@@ -248,46 +248,46 @@ def test_a_relay_refuses_to_fetch_from_an_invalid_owner(ranks: list[Rank]) -> No
 
 
 def test_the_smallest_address_fetches_for_the_others() -> None:
-    neighbours = PeerIndex()
+    index = PeerIndex()
     for address in "cab":
-        neighbours.add("here", address)
-    assert [neighbours.preferred("here", each) for each in "abc"] == ["", "a", "a"]
+        index.add("here", address)
+    assert [index.preferred("here", each) for each in "abc"] == ["", "a", "a"]
 
 
 def test_a_peer_that_lends_nothing_is_sent_to_one_that_does() -> None:
-    neighbours = PeerIndex()
-    assert neighbours.preferred("here", "") == ""
-    neighbours.add("here", "b")
-    assert neighbours.preferred("here", "") == "b"
+    index = PeerIndex()
+    assert index.preferred("here", "") == ""
+    index.add("here", "b")
+    assert index.preferred("here", "") == "b"
 
 
 def test_peers_of_another_machine_are_not_preferred() -> None:
-    neighbours = PeerIndex()
-    neighbours.add("addresses", "a")
-    assert neighbours.preferred("here", "b") == ""
+    index = PeerIndex()
+    index.add("addresses", "a")
+    assert index.preferred("here", "b") == ""
 
 
 def test_a_peer_that_has_left_is_not_preferred() -> None:
-    neighbours = PeerIndex()
-    neighbours.add("here", "a")
-    neighbours.add("here", "a")  # connected anew before the old end was noticed
-    neighbours.remove("here", "a")
-    assert neighbours.preferred("here", "b") == "a"
-    neighbours.remove("here", "a")
-    assert neighbours.preferred("here", "b") == ""
+    index = PeerIndex()
+    index.add("here", "a")
+    index.add("here", "a")  # connected again before the disconnect was noticed
+    index.remove("here", "a")
+    assert index.preferred("here", "b") == "a"
+    index.remove("here", "a")
+    assert index.preferred("here", "b") == ""
 
 
 @hypothesis.given(st.lists(st.tuples(st.sampled_from("ab"), st.text("xyz", min_size=1))))
 def test_no_peer_is_sent_to_one_that_may_wait_for_it(
     turns: list[tuple[str, str]],
 ) -> None:
-    neighbours, addresses = PeerIndex(), set[tuple[str, str]]()
+    index, addresses = PeerIndex(), set[tuple[str, str]]()
     for memory, address in turns:
         if (memory, address) in addresses:
-            neighbours.remove(memory, address)
+            index.remove(memory, address)
         else:
-            neighbours.add(memory, address)
+            index.add(memory, address)
         addresses ^= {(memory, address)}
         for each in addresses:
-            asked = neighbours.preferred(*each)
+            asked = index.preferred(*each)
             assert not asked or (asked < each[1] and (each[0], asked) in addresses)

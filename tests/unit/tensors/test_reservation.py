@@ -1,6 +1,4 @@
-"""Reserved memory of a store becomes shards once it is complete; otherwise nothing is left of
-it.
-"""
+"""Reserved memory of a store becomes shards once it is complete; otherwise it is freed."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -116,7 +114,7 @@ def test_nothing_is_committed_to_an_ended_step(store: OwnerStore, arena: Arena) 
 
 
 class Interrupted(list[ShardSpec]):
-    """Kinds whose second part comes after another event."""
+    """Kinds of which the second slice is read after another event."""
 
     def __init__(self, kinds: list[ShardSpec], happen: Callable[[], object]) -> None:
         super().__init__(kinds)

@@ -134,16 +134,16 @@ def test_malformed_clients_affect_no_other_client(owner: Owned, seed: int) -> No
     with closing(Peers()) as peers:
         handles = owner.put(SIZES)
         for _ in range(50):
-            with dial(owner) as vandal:
-                vandal.sendall(rng.choice(beginnings) + rng.randbytes(rng.randrange(100)))
+            with dial(owner) as client:
+                client.sendall(rng.choice(beginnings) + rng.randbytes(rng.randrange(100)))
         assert len(peers.fetch(owner.address, handles)) == len(handles)
-        soon(lambda: owner.num_guests() == 1)
+        soon(lambda: owner.num_consumers() == 1)
 
 
 def test_a_silent_client_delays_no_other(owner: Owned) -> None:
     with dial(owner), dial(owner):
         assert_serves(owner)
-        assert owner.num_guests() <= 1, "they have no threads"
+        assert owner.num_consumers() <= 1, "they have no threads"
 
 
 def test_a_consumer_beyond_the_limit_is_disconnected(
@@ -154,12 +154,12 @@ def test_a_consumer_beyond_the_limit_is_disconnected(
         first.fetch(owner.address, owner.put(SIZES))
         with pytest.raises(OwnerGone):
             second.fetch(owner.address, owner.put(SIZES))
-    soon(lambda: owner.num_guests() == 0)
+    soon(lambda: owner.num_consumers() == 0)
     assert_serves(owner)
 
 
 def test_consumers_are_served_concurrently(owner: Owned) -> None:
-    """All of them view one copy."""
+    """All consumers view one copy."""
     handles = owner.put([100_000] * 4)
     together = threading.Barrier(8)
     seen: list[bool] = []
@@ -202,27 +202,27 @@ def test_stop_disconnects_all_and_leaves_nothing_open() -> None:
 class Consumer:
     """The consumer's end, whose messages the test chooses."""
 
-    def __init__(self, line: FramedSocket, thread: threading.Thread) -> None:
-        self.line = line
+    def __init__(self, framed: FramedSocket, thread: threading.Thread) -> None:
+        self.framed = framed
         self._thread = thread
 
     def ask(self, ask: Request) -> Answer:
-        """Its next answer."""
-        self.line.send(frame(ask))
-        return decode_answer(self.line.receive())
+        """Send a request; return the answer."""
+        self.framed.send(frame(ask))
+        return decode_answer(self.framed.receive())
 
-    def is_left(self) -> bool:
-        """Whether its thread ends."""
+    def has_ended(self) -> bool:
+        """Wait for its thread in the server; return whether it ended."""
         self._thread.join(PATIENCE_S)
         return not self._thread.is_alive()
 
     def is_served(self) -> bool:
-        """Whether it still has a thread."""
+        """Whether it still has a thread in the server."""
         return self._thread.is_alive()
 
 
 @contextmanager
-def seated(owner: Owned, patience_s: float = PATIENCE_S) -> Iterator[Consumer]:
+def connected_consumer(owner: Owned, patience_s: float = PATIENCE_S) -> Iterator[Consumer]:
     """A consumer connection of `owner` in a thread; at the end the consumer disconnects, and the
     thread ends.
     """
@@ -243,7 +243,7 @@ def seated(owner: Owned, patience_s: float = PATIENCE_S) -> Iterator[Consumer]:
         yield consumer
     finally:
         near.close()
-        assert consumer.is_left()
+        assert consumer.has_ended()
 
 
 def ids_of(handles: list[RTensor]) -> list[int]:
@@ -251,7 +251,7 @@ def ids_of(handles: list[RTensor]) -> list[int]:
 
 
 def lent(owner: Owned, consumer: Consumer, sizes: list[int]) -> tuple[list[int], Lent]:
-    """Shards that the consumer has borrowed, and which have then been cleared."""
+    """Lend shards to the consumer and clear them; return their ids and the loan."""
     ids = ids_of(owner.put(sizes))
     answer = consumer.ask(Fetch(pack_numbers(ids), True))
     assert isinstance(answer, Lent)
@@ -260,7 +260,7 @@ def lent(owner: Owned, consumer: Consumer, sizes: list[int]) -> tuple[list[int],
 
 
 def test_a_lent_place_contains_the_bytes(owner: Owned) -> None:
-    with seated(owner) as consumer:
+    with connected_consumer(owner) as consumer:
         _, answer = lent(owner, consumer, SIZES)
         assert len(answer.paths) == 1
         attached = AttachedSegment(answer.paths[0])
@@ -272,24 +272,24 @@ def test_a_lent_place_contains_the_bytes(owner: Owned) -> None:
 
 
 def test_loans_are_returned_one_by_one(owner: Owned) -> None:
-    with seated(owner) as consumer:
+    with connected_consumer(owner) as consumer:
         ids, _ = lent(owner, consumer, [100, 200])
         assert owner.store.stats().retained_bytes == 300
         assert consumer.ask(Clear(pack_numbers([]), pack_numbers([ids[0]]))) == Cleared(0)
         assert owner.store.stats().retained_bytes == 200
-        consumer.line.send(frame(Returned(pack_numbers([ids[1]]))))
+        consumer.framed.send(frame(Returned(pack_numbers([ids[1]]))))
         soon(lambda: owner.store.stats().retained_bytes == 0)
 
 
 def test_a_consumers_step_takes_shards_and_frees_them_when_it_ends(owner: Owned) -> None:
     ids = ids_of(owner.put([100, 200, 300]))
-    with seated(owner) as consumer:
+    with connected_consumer(owner) as consumer:
         assert consumer.ask(TakeShards(pack_numbers(ids[:2]), 3)) == ShardsTaken()
         assert owner.store.stats().bytes_by_step == {-1: 300, 3: 300}
         assert consumer.ask(EndStep(2)) == Cleared(0)
         assert consumer.ask(EndStep(3)) == Cleared(2)
         assert consumer.ask(TakeShards(pack_numbers(ids), 4)) == Missing(ids[0], "cleared")
-        assert owner.store.stats().bytes_by_step == {4: 300}, "what is there is taken all the same"
+        assert owner.store.stats().bytes_by_step == {4: 300}, "existing shards are taken"
         answer = consumer.ask(TakeShards(pack_numbers(ids), 3))
         assert isinstance(answer, Refused)
         assert answer.why.startswith("step 3 has ended")
@@ -297,16 +297,16 @@ def test_a_consumers_step_takes_shards_and_frees_them_when_it_ends(owner: Owned)
 
 @pytest.mark.parametrize("ask", [TakeShards(b"", -1), EndStep(-1)])
 def test_a_negative_step_is_malformed(owner: Owned, ask: TakeShards | EndStep) -> None:
-    with seated(owner) as consumer:
-        consumer.line.send(frame(ask))
-        assert consumer.is_left()
+    with connected_consumer(owner) as consumer:
+        consumer.framed.send(frame(ask))
+        assert consumer.has_ended()
 
 
 def test_a_client_that_takes_a_batch_is_live_so_its_leases_restart() -> None:
     clock = FakeClock()
     store = OwnerStore(StoreSettings(max_bytes=2**20, lease_s=60), clock)
     owner = Owned(store, TensorServer(store, "tcp://127.0.0.1:0"))
-    with closing(store), seated(owner) as consumer:
+    with closing(store), connected_consumer(owner) as consumer:
         ids = ids_of(owner.put([10]))
         clock.advance(50)
         assert consumer.ask(TakeShards(pack_numbers(ids), 3)) == ShardsTaken()
@@ -318,7 +318,7 @@ def test_a_client_that_takes_a_batch_is_live_so_its_leases_restart() -> None:
 
 
 def test_a_disconnected_consumer_holds_nothing(owner: Owned) -> None:
-    with seated(owner) as consumer:
+    with connected_consumer(owner) as consumer:
         lent(owner, consumer, SIZES)
         assert owner.store.stats().retained_bytes == sum(SIZES)
     assert owner.store.stats().retained_bytes == 0
@@ -330,10 +330,10 @@ def test_a_disconnected_consumer_holds_nothing(owner: Owned) -> None:
 def test_a_malformed_consumer_is_ignored_and_keeps_its_loans(
     owner: Owned, malformed: bytes
 ) -> None:
-    with seated(owner) as consumer:
+    with connected_consumer(owner) as consumer:
         lent(owner, consumer, SIZES)
-        consumer.line.send(malformed)
-        assert not consumer.line.wait_for_frame()
+        consumer.framed.send(malformed)
+        assert not consumer.framed.wait_for_frame()
         assert owner.store.stats().retained_bytes == sum(SIZES)
         assert consumer.is_served()
     assert owner.store.stats().retained_bytes == 0
@@ -355,38 +355,38 @@ TOO_MANY = pack_numbers([1]) * (MAX_IDS + 1)
     ],
 )
 def test_a_malformed_consumer_without_loans_is_disconnected(owner: Owned, malformed: bytes) -> None:
-    with seated(owner) as consumer:
-        consumer.line.send(malformed)
-        assert consumer.is_left()
-        assert not consumer.line.wait_for_frame()
+    with connected_consumer(owner) as consumer:
+        consumer.framed.send(malformed)
+        assert consumer.has_ended()
+        assert not consumer.framed.wait_for_frame()
 
 
 def test_a_consumer_that_does_not_read_is_disconnected(owner: Owned) -> None:
-    with seated(owner, patience_s=0.05) as consumer:
+    with connected_consumer(owner, patience_s=0.05) as consumer:
         ids = ids_of(owner.put([2**24]))
-        consumer.line.send(frame(Fetch(pack_numbers(ids * 4), False)))
-        assert consumer.is_left()
+        consumer.framed.send(frame(Fetch(pack_numbers(ids * 4), False)))
+        assert consumer.has_ended()
         owner.store.clear(ids)
         assert owner.store.stats().retained_bytes == 0
 
 
 def test_shards_may_be_cleared_while_they_are_sent(owner: Owned) -> None:
-    with seated(owner) as consumer:
+    with connected_consumer(owner) as consumer:
         ids = ids_of(owner.put([2**24]))
         answer = consumer.ask(Fetch(pack_numbers(ids), False))
         assert answer == Sent(pack_numbers([2**24]))
         owner.store.clear(ids)
         owner.put([2**24, 2**24])
-        came = bytearray(2**24)
-        consumer.line.fill([memoryview(came)])
-        assert came == bytes(content_of(0, 2**24).data)
+        received = bytearray(2**24)
+        consumer.framed.fill([memoryview(received)])
+        assert received == bytes(content_of(0, 2**24).data)
         assert consumer.ask(Clear(pack_numbers(ids))) == Cleared(0)
         assert owner.store.stats().retained_bytes == 0
 
 
 @pytest.mark.parametrize("is_by_memory", [True, False])
 def test_a_missing_shard_is_named_and_none_is_held(owner: Owned, is_by_memory: bool) -> None:
-    with seated(owner) as consumer:
+    with connected_consumer(owner) as consumer:
         ids = ids_of(owner.put(SIZES))
         owner.store.clear(ids[1:2])
         assert consumer.ask(Fetch(pack_numbers(ids), is_by_memory)) == Missing(ids[1], "cleared")
@@ -401,7 +401,7 @@ def test_a_missing_shard_is_named_and_none_is_held(owner: Owned, is_by_memory: b
 
 
 def test_private_shards_are_sent_and_a_loan_of_them_is_refused() -> None:
-    with owned(is_shared=False) as owner, seated(owner) as consumer:
+    with owned(is_shared=False) as owner, connected_consumer(owner) as consumer:
         ids = ids_of(owner.put([8]))
         answer = consumer.ask(Fetch(pack_numbers(ids), True))
         assert isinstance(answer, Refused)
@@ -409,15 +409,15 @@ def test_private_shards_are_sent_and_a_loan_of_them_is_refused() -> None:
 
 
 def test_a_server_without_a_relay_refuses_to_fetch_for_peers(owner: Owned) -> None:
-    with seated(owner) as consumer:
+    with connected_consumer(owner) as consumer:
         answer = consumer.ask(FetchForPeer(pack(owner.put([5]))))
         assert answer == Refused("nothing is fetched for others here")
 
 
 def test_returning_shards_that_were_not_borrowed_changes_nothing(owner: Owned) -> None:
-    with seated(owner) as consumer, seated(owner) as vandal:
+    with connected_consumer(owner) as consumer, connected_consumer(owner) as client:
         ids, _ = lent(owner, consumer, [100])
-        assert vandal.ask(Clear(pack_numbers([]), pack_numbers([*ids, 5, 2**64 - 1]))) == Cleared(0)
+        assert client.ask(Clear(pack_numbers([]), pack_numbers([*ids, 5, 2**64 - 1]))) == Cleared(0)
         assert owner.store.stats().retained_bytes == 100
 
 
@@ -434,7 +434,7 @@ def page_owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owned]:
 def get(
     page_owner: Owned, path: str, token: str | None = TOKEN, scheme: str = "Bearer "
 ) -> tuple[int, bytes, http.client.HTTPMessage]:
-    """Status, body and headers."""
+    """Return status, body and headers."""
     parts = urlsplit(page_owner.address)
     headers = {} if token is None else {"Authorization": f"{scheme}{token}"}
     with closing(http.client.HTTPConnection(parts.netloc, timeout=PATIENCE_S)) as connection:
@@ -512,11 +512,11 @@ def test_a_client_that_drips_its_request_is_disconnected(
                 return True
 
         soon(is_hung_up)
-    soon(lambda: page_owner.num_guests() == 0)
+    soon(lambda: page_owner.num_consumers() == 0)
     assert get(page_owner, "/")[0] == 404, "others are still served"
 
 
 def test_a_request_without_end_is_disconnected(page_owner: Owned) -> None:
     with pytest.raises((http.client.HTTPException, OSError)):
         get(page_owner, "/tensors/" + "9" * MAX_REQUEST_BYTES)
-    soon(lambda: page_owner.num_guests() == 0)
+    soon(lambda: page_owner.num_consumers() == 0)

@@ -15,7 +15,7 @@ from rollmesh.tensors.handles import UNTAGGED
 from rollmesh.tensors.shard_table import ShardTable
 
 MINE, LEASE_S = 7, 100.0
-STRANGE = [(MINE + 1) << 32, MINE - 1, 3]
+FOREIGN = [(MINE + 1) << 32, MINE - 1, 3]
 """Ids of other incarnations."""
 
 
@@ -75,7 +75,7 @@ def test_a_shard_that_a_later_step_took_survives_the_earlier(table: ShardTable) 
 def test_a_step_that_has_ended_takes_and_puts_nothing(table: ShardTable) -> None:
     (shard_id,) = table.put([8], UNTAGGED, 0)
     table.end_step(4)
-    table.end_step(2)  # a message that came late
+    table.end_step(2)  # a late message
     for step in (0, 2, 4):
         with pytest.raises(TensorError, match=f"step {step} has ended, as have all up to 4"):
             table.take([shard_id], step)
@@ -90,7 +90,7 @@ def test_take_returns_the_missing_ids_and_takes_the_others(table: ShardTable) ->
     table.clear([gone])
     table.take([ended], 1)
     table.end_step(1)
-    assert table.take([gone, there, ended, *STRANGE], 3) == [gone, ended, *STRANGE]
+    assert table.take([gone, there, ended, *FOREIGN], 3) == [gone, ended, *FOREIGN]
     assert table.bytes_by_step == {3: 1, 1: 4}
 
 
@@ -104,7 +104,7 @@ def test_each_missing_shard_has_its_reason(table: ShardTable) -> None:
     assert expired(table, LEASE_S) == [leased]
     reasons = [table.missing_reason(each) for each in (cleared, leased, ended, ended + 1)]
     assert reasons == ["cleared", "expired", "cleared", "never_seen"]
-    assert {table.missing_reason(each) for each in STRANGE} == {"owner_restarted"}
+    assert {table.missing_reason(each) for each in FOREIGN} == {"owner_restarted"}
 
 
 def test_a_lease_runs_from_the_put_and_from_each_renewal(table: ShardTable) -> None:
@@ -156,8 +156,8 @@ def test_an_owner_without_ids_left_asks_for_a_restart(table: ShardTable) -> None
         table.put(Endless(), UNTAGGED, 0)
 
 
-class Naive(RuleBasedStateMachine):
-    """A table, and beside it three dictionaries that are searched whole each time."""
+class TableMachine(RuleBasedStateMachine):
+    """Random operations on a table, compared with dictionaries that are searched completely."""
 
     @initialize(lease_s=st.sampled_from([5.0, 50.0]))
     def begin(self, lease_s: float) -> None:
@@ -172,7 +172,7 @@ class Naive(RuleBasedStateMachine):
         """Ids of all kinds, some twice."""
         known = [*self.steps, *self.gone]
         return random.Random(seed).choices(
-            [*known, max(known, default=MINE << 32) + 1, *STRANGE], k=5
+            [*known, max(known, default=MINE << 32) + 1, *FOREIGN], k=5
         )
 
     def leave(self, ids: list[int], reason: str) -> None:
@@ -249,7 +249,7 @@ class Naive(RuleBasedStateMachine):
         assert self.table.num_tensors == len(self.steps)
 
 
-TestNaive = Naive.TestCase
-TestNaive.settings = hypothesis.settings(
+TestTable = TableMachine.TestCase
+TestTable.settings = hypothesis.settings(
     max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )

@@ -53,13 +53,13 @@ def content(number: int, num_bytes: int = 100) -> Content:
 
 
 def put(store: OwnerStore, number: int, num_bytes: int = 100, step: int = UNTAGGED) -> int:
-    """The id of one shard full of `number`."""
+    """Store one shard full of `number`; return its id."""
     (handle,) = store.put([content(number, num_bytes)], step)
     return handle.shard_id
 
 
 def reason(store: OwnerStore, shard_id: int) -> str:
-    """The reason why it is missing."""
+    """Return the reason why the shard is missing."""
     with pytest.raises(ShardMissing) as raised:
         store.read(shard_id)
     assert (raised.value.shard_id, raised.value.owner) == (shard_id, store.owner)
@@ -180,7 +180,7 @@ def test_other_calls_run_while_many_shards_are_cleared(store: OwnerStore) -> Non
     seen: list[int] = []
 
     class Watched(list[int]):
-        """A thread that cuts a part off does not hold the lock."""
+        """Reads the statistics at each slice, which takes the lock."""
 
         def __getitem__(self, part: Any) -> Any:
             seen.append(store.stats().num_tensors)
@@ -204,8 +204,8 @@ def test_a_chunk_of_a_large_clear_takes_less_than_a_millisecond() -> None:
     assert statistics.median(costs_s) < 0.001
 
 
-class Crowd:
-    """Threads that use one store at random, and check what they view."""
+class RandomUsers:
+    """Threads that use one store at random, and check the shards that they view."""
 
     def __init__(self, store: OwnerStore) -> None:
         self.store = store
@@ -213,7 +213,7 @@ class Crowd:
         self.known: list[tuple[int, int]] = [(1, 0)]
         """Ids, and the number that fills each shard."""
 
-    def live(self, seed: int) -> None:
+    def run(self, seed: int) -> None:
         chance, seen = random.Random(seed), list[tuple[Content, int]]()
         for turn in range(150):
             try:
@@ -256,8 +256,8 @@ class Crowd:
 def test_concurrent_threads_see_whole_shards_and_leave_nothing(seeds: list[int]) -> None:
     arena = Arena(MAX_BYTES)
     store = OwnerStore(SETTINGS, FakeClock(), arena)
-    crowd = Crowd(store)
-    threads = [threading.Thread(target=crowd.live, args=(seed,)) for seed in seeds]
+    users = RandomUsers(store)
+    threads = [threading.Thread(target=users.run, args=(seed,)) for seed in seeds]
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -267,8 +267,8 @@ def test_concurrent_threads_see_whole_shards_and_leave_nothing(seeds: list[int])
             each.join()
     finally:
         sys.setswitchinterval(interval_s)
-    assert crowd.faults == []
-    store.clear([shard_id for shard_id, _ in crowd.known])
+    assert users.faults == []
+    store.clear([shard_id for shard_id, _ in users.known])
     for number in range(3):
         store.pins.drop_peer(f"guest-{number}")
     assert store.stats() == StorageStats(0, 0, 0, {}, arena.backed_bytes)
@@ -330,7 +330,7 @@ def test_an_unpinned_shard_is_freed_once(store: OwnerStore) -> None:
     seen = store.read(shard_id)
     store.pins.places([shard_id], "guest")
     store.clear([shard_id])
-    del seen  # which is noted, and looked at later
+    del seen  # recorded now, and handled later
     store.pins.unpin([shard_id], "guest")
     assert store.stats().retained_bytes == 0
     ids = [put(store, number, PAGE_BYTES) for number in range(64)]

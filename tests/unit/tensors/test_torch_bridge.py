@@ -194,7 +194,7 @@ def test_a_tensor_and_its_views_keep_the_array_itself_alive() -> None:
 
 
 FOREIGN: Any = torch.ops.rollmesh_tests
-"""Operators as other libraries have them: their names do not show what they write to."""
+"""Operators like those of other libraries: their names do not show what they write to."""
 
 
 @torch.library.custom_op("rollmesh_tests::grow", mutates_args={"total"})
@@ -333,11 +333,11 @@ class Foreign(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
-        return "theirs"
+        return "handled"
 
 
 def test_another_tensor_class_may_handle_the_operation() -> None:
-    assert local(torch.ones(2)) + torch.ones(2).as_subclass(Foreign) == "theirs"
+    assert local(torch.ones(2)) + torch.ones(2).as_subclass(Foreign) == "handled"
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
