@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore  # torch.distributed has it, and does not say so
+from torch._C._distributed_c10d import HashStore  # torch.distributed has it, but no type stub
 from torch.distributed.device_mesh import init_device_mesh
 
 from rollmesh.envs.guess import GuessEnv
@@ -47,6 +47,6 @@ def scheduler() -> Iterator[FakeScheduler]:
 @pytest.fixture
 def begin(tiny_folder: Path, tmp_path: Path) -> Iterator[TrainerIncarnations]:
     """A new incarnation of one run's trainer, after the one before has ended."""
-    lives = TrainerIncarnations(tiny_folder, tmp_path)
-    yield lives
-    lives.close()
+    incarnations = TrainerIncarnations(tiny_folder, tmp_path)
+    yield incarnations
+    incarnations.close()

@@ -32,12 +32,12 @@ def test_groups_with_equal_rewards_are_counted_in_each_step(begin: TrainerIncarn
     assert incarnation.tally.summary()["frac_equal_groups"] == pytest.approx(2 / 3, abs=1e-4)
 
 
-def test_a_constant_reward_is_reported_once_as_no_group_differs(begin: TrainerIncarnations) -> None:
+def test_constant_reward_is_logged_once(begin: TrainerIncarnations) -> None:
     num_steps = 12
     settings = ("trainer.max_staleness=20", f"trainer.num_steps={num_steps}")
     incarnation = begin(JournalConfig(), "run.name=run", *settings)
-    with capture_logs() as told:
+    with capture_logs() as logs:
         train(incarnation, *[(0.5, 0.5)] * num_steps)
-    warnings = [each for each in told if each["event"] == "rewards.equal"]
+    warnings = [each for each in logs if each["event"] == "rewards.equal"]
     assert [each["step"] for each in warnings] == [9]
     assert "all rewards were equal" in warnings[0]["why"]

@@ -92,7 +92,7 @@ def ask(gpus: ScheduledGpus, step: int, num_to_come: int = 8) -> None:
         pass
 
 
-def test_steps_ask_for_engines_then_for_gpus_and_hand_both_over_in_one_ask(
+def test_step_requests_engines_then_gpus_and_exchanges_both_in_one_request(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL) as received:
@@ -120,7 +120,7 @@ def test_steps_ask_for_engines_then_for_gpus_and_hand_both_over_in_one_ask(
     assert any(isinstance(m, ClearProgress) for m in received)
 
 
-def test_a_step_whose_batch_is_ready_queues_again_and_wakes_no_engine(
+def test_step_with_a_ready_batch_queues_again_and_wakes_no_engine(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL) as received:
@@ -139,7 +139,7 @@ def test_a_step_whose_batch_is_ready_queues_again_and_wakes_no_engine(
     assert (handed.release_cluster, handed.cluster) == (TRAIN_CLUSTER, GENERATION_CLUSTER)
 
 
-def test_what_was_not_trained_on_is_not_handed_over(
+def test_gpus_that_did_not_train_are_not_exchanged(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(GENERATION_CLUSTER) as received:
@@ -150,7 +150,7 @@ def test_what_was_not_trained_on_is_not_handed_over(
     assert not [m for m in received if isinstance(m, NotifyReleaseThenRequestGpus)]
 
 
-def test_nothing_is_asked_of_engines_before_one_is_awake(
+def test_no_group_is_requested_before_an_engine_is_awake(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL):
@@ -200,7 +200,7 @@ def test_a_demand_that_ended_without_a_grant_is_requested_again(
         waiting.join()
 
 
-def test_progress_is_what_is_left_and_grows_where_there_is_room_for_more(
+def test_progress_reports_remaining_rollouts_and_grows_with_capacity(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL) as received:
@@ -227,9 +227,9 @@ class ReportsGroups(ScheduledGpus):
         super()._progress(stream, num_to_come // SAMPLES)
 
 
-@pytest.mark.parametrize(("kind", "num_told"), [(ScheduledGpus, 6), (ReportsGroups, 3)])
+@pytest.mark.parametrize(("kind", "num_reported"), [(ScheduledGpus, 6), (ReportsGroups, 3)])
 def test_the_rest_of_a_demand_is_reported_in_its_own_unit(
-    kind: type[ScheduledGpus], num_told: int, scheduler: FakeScheduler, stop: threading.Event
+    kind: type[ScheduledGpus], num_reported: int, scheduler: FakeScheduler, stop: threading.Event
 ) -> None:
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
         gpus = kind(hooks, stop)
@@ -239,11 +239,11 @@ def test_the_rest_of_a_demand_is_reported_in_its_own_unit(
             release_all(gpus)
     assert asks(received) == [(GENERATION_CLUSTER, 8)]
     *_, (_, target, completed) = targets(received)
-    assert target - completed == num_told
-    assert (num_told == 8 - SAMPLES) is (kind is ScheduledGpus)
+    assert target - completed == num_reported
+    assert (num_reported == 8 - SAMPLES) is (kind is ScheduledGpus)
 
 
-def test_an_evaluation_is_a_stream_of_its_own_and_ends_when_the_next_has_begun(
+def test_evaluation_is_a_separate_demand_that_ends_when_the_next_begins(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL) as received:
@@ -289,7 +289,7 @@ def test_a_stopping_trainer_waits_neither_for_engines_nor_for_gpus(
     assert scheduler.expect(WithdrawRequest).key in asked
 
 
-def test_a_trainer_that_exits_in_mid_step_leaves_nothing(
+def test_trainer_that_exits_during_a_step_releases_everything(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(GENERATION_CLUSTER) as received:
@@ -302,7 +302,7 @@ def test_a_trainer_that_exits_in_mid_step_leaves_nothing(
     assert released == [TRAIN_CLUSTER, GENERATION_CLUSTER]
 
 
-def test_a_refusal_without_a_waiter_is_a_user_error_too(
+def test_refusal_without_a_waiter_is_a_user_error(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     assert not gpus.may_train(0)
@@ -315,7 +315,7 @@ def test_a_refusal_without_a_waiter_is_a_user_error_too(
     )
 
 
-def test_a_pipeline_that_is_unknown_is_the_users_mistake(
+def test_unknown_pipeline_is_a_user_error(
     scheduler: FakeScheduler, gpus: ScheduledGpus, stop: threading.Event
 ) -> None:
     refusing = threading.Thread(target=refuse, args=[scheduler])
@@ -344,7 +344,7 @@ def running(incarnation: TrainerIncarnation, scheduler: FakeScheduler) -> Iterat
             loop.join()
 
 
-def test_a_loop_asks_for_engines_first_and_trains_on_gpus_that_it_was_given(
+def test_loop_requests_engines_first_and_trains_on_granted_gpus(
     scheduler: FakeScheduler, begin: TrainerIncarnations
 ) -> None:
     incarnation = begin(JournalConfig())
@@ -366,7 +366,7 @@ def test_a_loop_asks_for_engines_first_and_trains_on_gpus_that_it_was_given(
     assert [row["step"] for row in incarnation.rows("metrics.jsonl")] == [0]
 
 
-def test_a_loop_that_is_stopped_waits_for_no_gpus(
+def test_stopped_loop_does_not_wait_for_gpus(
     scheduler: FakeScheduler, begin: TrainerIncarnations
 ) -> None:
     incarnation = begin(JournalConfig())
@@ -379,7 +379,7 @@ def test_a_loop_that_is_stopped_waits_for_no_gpus(
     assert not incarnation.tally.num_steps
 
 
-def test_a_run_that_shares_nothing_sends_no_request(stop: threading.Event) -> None:
+def test_run_without_a_share_sends_no_request(stop: threading.Event) -> None:
     gpu_lease = gpu_lease_of(None, stop)
     assert isinstance(gpu_lease, ExclusiveGpus)
     assert gpu_lease.acquire()
@@ -387,7 +387,7 @@ def test_a_run_that_shares_nothing_sends_no_request(stop: threading.Event) -> No
     assert gpu_lease.may_train(0)
 
 
-def test_a_run_with_a_share_is_a_tenant(scheduler: FakeScheduler, stop: threading.Event) -> None:
+def test_run_with_a_share_leases_its_gpus(scheduler: FakeScheduler, stop: threading.Event) -> None:
     gpu_lease = gpu_lease_of(Share(scheduler.hub.address, "p"), stop)
     assert isinstance(gpu_lease, ScheduledGpus)
     with scheduler.granting():
@@ -402,24 +402,24 @@ class NotedHooks(PipelineHooks):
         self.received: list[object] = []
         super().__init__(scheduler, pipeline_id)
 
-    def send(self, words: ProgramMessage) -> None:
-        clusters = (getattr(words, "cluster", ""), getattr(words, "release_cluster", ""))
+    def send(self, message: ProgramMessage) -> None:
+        clusters = (getattr(message, "cluster", ""), getattr(message, "release_cluster", ""))
         if TRAIN_CLUSTER in clusters:
-            self.received.append(words)
-        super().send(words)
+            self.received.append(message)
+        super().send(message)
 
 
 class Guest:
-    """State on the trainer's GPUs: it records where it is, and when."""
+    """State on the trainer's GPUs that records when it moves."""
 
     def __init__(self, received: list[object]) -> None:
-        self._told = received
+        self._events = received
 
     def offload(self) -> None:
-        self._told.append("vacated")
+        self._events.append("vacated")
 
     def reload(self) -> None:
-        self._told.append("occupied")
+        self._events.append("occupied")
 
 
 class StaysOnGpus(ScheduledGpus):
@@ -449,7 +449,7 @@ def was_alone(received: list[object]) -> bool:
 
 @pytest.mark.parametrize("kind", [ScheduledGpus, StaysOnGpus])
 @pytest.mark.parametrize("is_next_there", [False, True])
-def test_nothing_of_a_run_is_on_gpus_that_it_does_not_hold(
+def test_policy_is_offloaded_from_gpus_that_the_run_does_not_hold(
     kind: type[ScheduledGpus], is_next_there: bool, scheduler: FakeScheduler
 ) -> None:
     """Messages are recorded in order, between the events on the GPUs."""
@@ -503,7 +503,7 @@ def test_no_model_is_loaded_before_its_gpus_are_granted(
         assert len(ends) == 1
 
 
-def test_a_run_that_is_stopped_before_that_loads_none(
+def test_run_stopped_before_the_grant_loads_no_model(
     scheduler: FakeScheduler, tmp_path: Path
 ) -> None:
     config, stop = nowhere(tmp_path), threading.Event()
@@ -512,7 +512,7 @@ def test_a_run_that_is_stopped_before_that_loads_none(
         assert build(config, restored_staleness(config), ScheduledGpus(hooks, stop)) is None
 
 
-def test_ranks_on_gpus_cannot_leave_them_and_are_refused_in_one_line() -> None:
+def test_ranks_on_shared_gpus_are_refused_in_one_line() -> None:
     ranked = Config(trainer=TrainerConfig(num_ranks=2, device="cuda"))
     with pytest.raises(ConfigError, match=r"num_ranks = 2, trainer.device = .cuda.*num_ranks = 1"):
         check_may_share(ranked)

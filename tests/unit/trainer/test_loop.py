@@ -93,11 +93,11 @@ class WatchedRecords(RunRecords):
         super().__init__(folder, SystemClock())
         self.arrays: list[weakref.ref[Any]] = []
 
-    def rollout(self, *told: Any, **more: Any) -> None:
-        for sample in told[3]:
+    def rollout(self, *arguments: Any, **more: Any) -> None:
+        for sample in arguments[3]:
             arrays = (sample.token_ids, sample.logprobs, sample.loss_mask, sample.policy_versions)
             self.arrays += map(weakref.ref, arrays)
-        super().rollout(*told, **more)
+        super().rollout(*arguments, **more)
 
 
 class WatchedPolicy(Policy):
@@ -230,7 +230,7 @@ def assert_nothing_is_left(site: Site) -> None:
     assert not [array() for array in site.records.arrays if array() is not None]
 
 
-def test_of_what_was_trained_or_dropped_nothing_is_reachable(site: Site) -> None:
+def test_trained_and_dropped_groups_are_garbage_collected(site: Site) -> None:
     for _ in range(3):
         site.end_next("good")  # the evaluation's
     for how in ROUGH:
@@ -256,7 +256,7 @@ def running(incarnation: TrainerIncarnation) -> Iterator[None]:
         thread.join()
 
 
-def test_an_evaluation_ends_though_the_journal_is_full_of_it(
+def test_evaluation_ends_although_it_fills_the_journal(
     begin: TrainerIncarnations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pacer, "EVAL_WINDOW", 4)
@@ -274,7 +274,7 @@ def test_an_evaluation_ends_though_the_journal_is_full_of_it(
     assert len(again.rows("trajectories.jsonl")) == num_rollouts
 
 
-def test_an_evaluation_goes_on_after_a_checkpoint_in_the_middle_of_it(
+def test_evaluation_continues_after_a_checkpoint_during_it(
     begin: TrainerIncarnations,
 ) -> None:
     incarnation = begin(ROOMY, "trainer.eval_rollouts=4")
@@ -314,7 +314,7 @@ def test_an_evaluation_that_ended_before_a_step_is_reported_without_a_checkpoint
     assert steps == [(-1, 0.0), (0, None)]
 
 
-def test_a_run_that_began_without_an_evaluation_goes_on_without_one(
+def test_run_that_began_without_an_evaluation_continues_without_one(
     begin: TrainerIncarnations,
 ) -> None:
     incarnation = begin(ROOMY)
@@ -366,7 +366,7 @@ def test_a_checkpoint_that_fails_is_removed_while_a_full_disk_refuses_rows(
     begin: TrainerIncarnations, tmp_path: Path
 ) -> None:
     rows = tmp_path / "run" / "metrics.jsonl"
-    with ExitStack() as full, capture_logs() as told:
+    with ExitStack() as full, capture_logs() as logs:
         allocator = FillingRoom(lambda: full.enter_context(no_more_bytes(rows)))
         # Nothing is published between the two steps, which would look after checkpoints as well.
         settings = ("run.name=run", "trainer.checkpoint_steps=1", "publish.every_steps=5")
@@ -388,7 +388,7 @@ def test_a_checkpoint_that_fails_is_removed_while_a_full_disk_refuses_rows(
                 group_id, task = incarnation.hear_ask()
                 incarnation.finish(group_id, task.id)
             assert incarnation.checkpoints.are_durable.wait(PATIENCE_S), "it went on"
-    assert [each["event"] for each in told if each["log_level"] == "error"] == [
+    assert [each["event"] for each in logs if each["log_level"] == "error"] == [
         "records.wait",
         "checkpoint.failed",
     ]
@@ -396,12 +396,12 @@ def test_a_checkpoint_that_fails_is_removed_while_a_full_disk_refuses_rows(
     assert not part.exists()
 
 
-def test_a_run_pauses_while_its_weights_find_no_room(
+def test_run_pauses_while_the_disk_has_no_space_for_weights(
     begin: TrainerIncarnations, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     incarnation = begin(ROOMY, "run.name=run")
     folder = tmp_path / "run" / "weights"
-    with ExitStack() as full, capture_logs() as told:
+    with ExitStack() as full, capture_logs() as logs:
         has_refused = full.enter_context(no_new_folders(monkeypatch, folder))
         with running(incarnation):
             assert has_refused.wait(PATIENCE_S)
@@ -409,11 +409,11 @@ def test_a_run_pauses_while_its_weights_find_no_room(
             assert has_refused.wait(PATIENCE_S), "it is tried again"
             full.close()
             incarnation.hear_ask()
-    assert [each["event"] for each in told].count("weights.wait") == 1
+    assert [each["event"] for each in logs].count("weights.wait") == 1
     assert [path.name for path in folder.iterdir()] == ["v000001.part"]
 
 
-def test_a_stop_is_heard_while_weights_find_no_room(
+def test_stop_ends_the_wait_for_disk_space(
     begin: TrainerIncarnations, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     incarnation = begin(ROOMY, "run.name=run")

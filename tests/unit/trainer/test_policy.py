@@ -65,7 +65,7 @@ def test_sample_that_these_weights_did_not_make_is_masked_but_counts_in_the_mean
     report = masked.step([false, bad], 0)
     assert report.num_masked == 1
     assert report.logprob_gap_max == pytest.approx(0.1, abs=1e-3)
-    # Alone with a sibling of its tokens' number that has no say, since its ratio is 0.
+    # The same as with a sibling of equal length whose ratio is 0.
     silent = msgspec.structs.replace(good, logprobs=np.full_like(good.logprobs, 1e9))
     blind = msgspec.structs.replace(settings, max_logprob_gap=1e30, max_token_gap=1e30)
     expected = Policy(str(tiny_folder), blind)
@@ -73,7 +73,7 @@ def test_sample_that_these_weights_did_not_make_is_masked_but_counts_in_the_mean
     assert masked.probe().logprobs == pytest.approx(expected.probe().logprobs, abs=1e-6)
 
 
-def test_recording_that_is_no_number_is_masked_and_harms_nothing(tiny_folder: Path) -> None:
+def test_recorded_nan_is_masked_and_harms_nothing(tiny_folder: Path) -> None:
     good, bad = pair(tiny_folder)
     broken = msgspec.structs.replace(bad, logprobs=np.where(bad.loss_mask, np.nan, 0).astype("f4"))
     policy = Policy(str(tiny_folder), SETTINGS)
@@ -85,7 +85,7 @@ def test_recording_that_is_no_number_is_masked_and_harms_nothing(tiny_folder: Pa
 
 
 @pytest.mark.parametrize("value", [-50.0, np.nan, -np.inf])
-def test_a_token_that_is_far_off_is_masked_alone_and_counts_in_the_mean(
+def test_token_far_off_is_masked_alone_and_counts_in_the_mean(
     value: float, tiny_folder: Path
 ) -> None:
     settings = msgspec.structs.replace(SETTINGS, max_logprob_gap=0.5)
@@ -95,7 +95,7 @@ def test_a_token_that_is_far_off_is_masked_alone_and_counts_in_the_mean(
     policy = Policy(str(tiny_folder), settings)
     report = policy.step([msgspec.structs.replace(good, logprobs=spiked), bad], 0)
     assert (report.num_masked, report.num_masked_tokens, report.num_tokens) == (0, 1, 5)
-    # As if the token trained with a ratio of 0: it has no say, and the others weigh as before.
+    # The same as with a ratio of 0 for that token; the others keep their weights.
     silent = good.logprobs.copy()
     silent[2] = 1e9
     blind = msgspec.structs.replace(settings, max_logprob_gap=1e30, max_token_gap=1e30)
@@ -140,7 +140,7 @@ FAST = msgspec.structs.replace(
 
 
 @pytest.mark.parametrize("proximal", ["loglinear", "recorded"])
-def test_tokens_of_the_very_weights_need_no_forward_to_tell_what_is_proximal(
+def test_tokens_of_the_current_weights_need_no_extra_forward(
     proximal: ProximalRule, tiny_folder: Path
 ) -> None:
     """Their recording is that; the step is the one that recomputes, a forward cheaper."""
@@ -160,7 +160,7 @@ def test_tokens_of_the_very_weights_need_no_forward_to_tell_what_is_proximal(
 @pytest.mark.parametrize(
     ("proximal", "clipped"), [("recompute", 0.0), ("loglinear", 0.0), ("recorded", 0.6)]
 )
-def test_being_stale_clips_no_token_unless_its_recording_replaces_it(
+def test_stale_token_is_clipped_only_if_its_recording_is_proximal(
     proximal: ProximalRule, clipped: float, tiny_folder: Path
 ) -> None:
     settings = msgspec.structs.replace(
@@ -177,7 +177,7 @@ def test_being_stale_clips_no_token_unless_its_recording_replaces_it(
 
 @pytest.mark.parametrize("proximal", ["recompute", "loglinear", "recorded"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_recording_that_is_no_number_is_masked_in_any_minibatch_and_at_any_age(
+def test_recorded_nan_is_masked_in_any_minibatch_and_at_any_age(
     proximal: ProximalRule, value: float, tiny_folder: Path
 ) -> None:
     policy = Policy(str(tiny_folder), msgspec.structs.replace(FAST, proximal=proximal))
@@ -193,7 +193,7 @@ def test_recording_that_is_no_number_is_masked_in_any_minibatch_and_at_any_age(
     assert np.isfinite(policy.probe().logprobs).all()
 
 
-def test_model_that_does_not_pack_says_what_it_says_alone(tmp_path: Path) -> None:
+def test_model_that_does_not_pack_gives_the_same_logprobs(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = Gemma2Config(
         vocab_size=50,
@@ -226,7 +226,7 @@ def test_entropy_bonus_spreads_the_policy(tiny_folder: Path) -> None:
     assert all(later > earlier for earlier, later in itertools.pairwise(entropies))
 
 
-def test_step_without_samples_changes_nothing_and_says_so(tiny_folder: Path) -> None:
+def test_step_without_samples_changes_nothing_and_reports_it(tiny_folder: Path) -> None:
     report = Policy(str(tiny_folder), SETTINGS).step([], 0)
     assert (report.num_tokens, report.loss, report.grad_norm) == (0, 0.0, 0.0)
     assert math.isfinite(report.entropy)
@@ -246,7 +246,7 @@ class Others(SingleRank):
         return max(value, self._most)
 
 
-def test_how_much_a_forward_takes_changes_nothing_but_their_number(tiny_folder: Path) -> None:
+def test_forward_size_changes_only_the_number_of_forwards(tiny_folder: Path) -> None:
     small = msgspec.structs.replace(SETTINGS, microbatch_tokens=1)
     samples = pair(tiny_folder)
     one, many = (Policy(str(tiny_folder), each) for each in (SETTINGS, small))
@@ -258,7 +258,7 @@ def test_how_much_a_forward_takes_changes_nothing_but_their_number(tiny_folder: 
     assert many.probe().logprobs == pytest.approx(one.probe().logprobs, abs=1e-5)
 
 
-def test_a_rank_with_less_to_do_than_others_takes_part_and_adds_nothing(tiny_folder: Path) -> None:
+def test_rank_with_fewer_batches_joins_every_collective_and_adds_nothing(tiny_folder: Path) -> None:
     settings = msgspec.structs.replace(SETTINGS, num_minibatches=2)
     alone, beside = (Policy(str(tiny_folder), settings, each) for each in (None, Others(most=2)))
     other = [
@@ -268,12 +268,12 @@ def test_a_rank_with_less_to_do_than_others_takes_part_and_adds_nothing(tiny_fol
     for step in range(2):
         samples = pair(tiny_folder) + other
         report, expected = beside.step(samples, step), alone.step(samples, step)
-        gap_max = expected.logprob_gap_max  # of the other, it is what the others say
+        gap_max = expected.logprob_gap_max  # that of the samples of other ranks
         assert msgspec.structs.replace(report, logprob_gap_max=gap_max) == expected
     assert beside.probe() == alone.probe()
 
 
-def test_a_rank_without_samples_takes_part_and_adds_nothing(tiny_folder: Path) -> None:
+def test_rank_without_samples_joins_every_collective_and_adds_nothing(tiny_folder: Path) -> None:
     policy = Policy(str(tiny_folder), SETTINGS, Others(most=2, sums=4.0))
     before = policy.probe()
     with forwards() as kept:
@@ -285,7 +285,7 @@ def test_a_rank_without_samples_takes_part_and_adds_nothing(tiny_folder: Path) -
 
 
 @pytest.mark.parametrize(("loss_weight", "as_many"), [("token", 5.0), ("rollout", 2.0)])
-def test_a_ranks_samples_weigh_what_they_are_of_all(
+def test_weight_of_a_ranks_samples_is_their_share_of_all(
     loss_weight: LossWeight, as_many: float, tiny_folder: Path
 ) -> None:
     settings = msgspec.structs.replace(SETTINGS, loss_weight=loss_weight)
@@ -306,7 +306,7 @@ def test_weights_that_the_disk_refuses_are_reported_in_one_line(
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
-def test_weights_that_a_full_disk_refused_are_handed_over_once_there_is_room(
+def test_weights_refused_by_a_full_disk_are_exported_once_there_is_space(
     lora_rank: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = Policy(str(tiny_folder), msgspec.structs.replace(SETTINGS, lora_rank=lora_rank))
@@ -321,9 +321,7 @@ def test_weights_that_a_full_disk_refused_are_handed_over_once_there_is_room(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_one_that_leaves_its_gpu_between_steps_trains_as_if_it_had_stayed(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_policy_offloaded_between_steps_trains_the_same(tiny_folder: Path, tmp_path: Path) -> None:
     settings = msgspec.structs.replace(SETTINGS, device="cuda")
     stays, leaves = (Policy(str(tiny_folder), settings) for _ in range(2))
     samples = two_groups(tiny_folder)
@@ -340,7 +338,7 @@ def test_one_that_leaves_its_gpu_between_steps_trains_as_if_it_had_stayed(
         assert leaves.probe() == stays.probe()
 
 
-def test_on_a_host_nothing_moves_and_all_goes_on(tiny_folder: Path) -> None:
+def test_offload_without_a_gpu_changes_nothing(tiny_folder: Path) -> None:
     policy, samples = Policy(str(tiny_folder), SETTINGS), two_groups(tiny_folder)
     policy.step(samples, 0)
     before = policy.probe()

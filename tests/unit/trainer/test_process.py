@@ -35,7 +35,7 @@ def config(tmp_path: Path) -> Config:
     return Config(run=RunConfig(name="run", folder=str(tmp_path)))
 
 
-def test_it_says_that_it_is_there_before_it_proves_what_it_goes_on_from(config: Config) -> None:
+def test_process_is_ready_before_it_verifies_checkpoints(config: Config) -> None:
     client = open_client(config, NOWHERE)
     client.start(StateSaved())
     for num_steps in (4, 5):  # the newest alone frees nothing
@@ -76,7 +76,7 @@ def test_a_late_publisher_does_not_delay_the_exit(
         (errno.EPERM, r"journal.*: Operation not permitted; allow writing there"),
     ],
 )
-def test_a_journal_that_takes_nothing_is_one_line_with_the_remedy_for_its_cause(
+def test_unwritable_journal_is_one_line_with_the_remedy_for_its_cause(
     config: Config, monkeypatch: pytest.MonkeyPatch, code: int, line: str
 ) -> None:
     open_client(config, NOWHERE).close()
@@ -88,7 +88,7 @@ def test_a_journal_that_takes_nothing_is_one_line_with_the_remedy_for_its_cause(
     client.close()
 
 
-def test_books_that_the_disk_refuses_are_a_line_and_hide_no_error_of_before(
+def test_results_that_a_full_disk_refuses_are_one_line_and_hide_no_earlier_error(
     begin: TrainerIncarnations, caplog: pytest.LogCaptureFixture
 ) -> None:
     incarnation = begin(JournalConfig())
@@ -98,7 +98,7 @@ def test_books_that_the_disk_refuses_are_a_line_and_hide_no_error_of_before(
     assert "No space left on device" in caplog.text
 
 
-def test_what_is_there_is_given() -> None:
+def test_existing_device_is_returned() -> None:
     assert resolve_device("cpu") == torch.device("cpu")
 
 
@@ -111,7 +111,7 @@ def test_what_is_there_is_given() -> None:
         ("", True, 'device = "": '),
     ],
 )
-def test_what_is_not_there_is_named(
+def test_missing_device_is_named(
     monkeypatch: pytest.MonkeyPatch, name: str, is_there: bool, line: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)

@@ -135,7 +135,7 @@ async def test_engine_that_cannot_load_is_reported_and_the_other_serves(
     assert not bad.is_paused
 
 
-async def test_weights_that_did_not_arrive_are_found_out(mesh: Mesh, tmp_path: Path) -> None:
+async def test_weights_that_did_not_arrive_are_detected(mesh: Mesh, tmp_path: Path) -> None:
     idle, good = mesh.engines
     idle.update_is_idle = True
     report = await mesh.shell.publish(1, tmp_path, probe_of(1))
@@ -143,7 +143,7 @@ async def test_weights_that_did_not_arrive_are_found_out(mesh: Mesh, tmp_path: P
     assert idle.url in report.failed[0]
 
 
-async def test_dead_engine_does_not_hold_up_a_publication(mesh: Mesh, tmp_path: Path) -> None:
+async def test_dead_engine_does_not_delay_a_publication(mesh: Mesh, tmp_path: Path) -> None:
     dead, good = mesh.engines
     await dead.die()
     report = await mesh.shell.publish(1, tmp_path)
@@ -162,7 +162,7 @@ async def test_close_ends_a_publication_that_cannot_end(tmp_path: Path) -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing of the shell keeps running"
 
 
-async def test_close_lets_a_publication_end_that_can(tmp_path: Path) -> None:
+async def test_close_waits_for_a_publication_that_can_end(tmp_path: Path) -> None:
     async with ScriptedEngine() as engine:
         mesh = Mesh(engine)
         try:
@@ -200,7 +200,7 @@ class StuckTransport:
         raise EngineUnavailable("too late")
 
     async def finish(self) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
     async def close(self) -> None:
         """Nothing is open."""

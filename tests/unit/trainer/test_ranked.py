@@ -11,7 +11,7 @@ from tests.disks import no_new_folders
 from tests.unit.trainer.exact import SETTINGS
 
 
-def test_weights_that_one_rank_has_no_room_for_are_reported_by_all(
+def test_weights_that_one_rank_cannot_store_are_reported_by_all(
     context: RankContext, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     role, folder = PolicyRole(context, str(tiny_folder), msgspec.to_builtins(SETTINGS)), "v000001"

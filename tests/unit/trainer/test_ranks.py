@@ -58,7 +58,7 @@ def test_each_layer_of_any_model_is_gathered_by_itself(
         torch.testing.assert_close(each, before[name])
 
 
-def test_a_model_that_names_no_layers_is_gathered_in_one(team: ShardedRanks) -> None:
+def test_model_without_named_layers_is_gathered_as_one(team: ShardedRanks) -> None:
     model = new_qwen3()
     model._no_split_modules = None  # noqa: SLF001 - as a model's author may leave it
     team.shard(model)
@@ -67,7 +67,7 @@ def test_a_model_that_names_no_layers_is_gathered_in_one(team: ShardedRanks) -> 
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 8])
-def test_weights_are_dealt_once_each_and_evenly(num: int) -> None:
+def test_weights_are_divided_evenly_and_each_once(num: int) -> None:
     sizes = {f"layer.{at}": 1 + at % 7 for at in range(50)}
     hands = balance(sizes, num)
     assert sorted(name for hand in hands for name in hand) == sorted(sizes)

@@ -36,7 +36,7 @@ def success_keys(row: dict[str, Any]) -> list[str]:
     return [name for name in row if "success" in name and not name.startswith("env/")]
 
 
-def test_a_flat_run_with_small_rewards_has_a_mean_reward_and_no_success(
+def test_run_with_fractional_rewards_has_a_mean_reward_and_no_success(
     begin: TrainerIncarnations,
 ) -> None:
     incarnation = begun(begin, 2)
@@ -73,7 +73,7 @@ def test_a_threshold_of_the_settings_makes_success_known(begin: TrainerIncarnati
     assert row["success"] == 0.5
 
 
-def test_success_that_the_environment_reports_is_shown(begin: TrainerIncarnations) -> None:
+def test_success_reported_by_the_environment_is_shown(begin: TrainerIncarnations) -> None:
     incarnation = begun(begin, 1)
     [row] = train(incarnation, ((0.7, {"success": 0.0}), (0.9, {"success": 1.0})))
     assert row["success"] == 0.5

@@ -40,7 +40,7 @@ def test_weights_that_are_used_twice_are_restored() -> None:
     assert torch.equal(before, first.weight)
 
 
-def test_weights_are_restored_where_the_forward_fails() -> None:
+def test_weights_are_restored_if_the_forward_fails() -> None:
     model = Broken(4, 4)
     before = weights_of(model)
     with pytest.raises(RuntimeError), torch.no_grad(), rounded_weights(model, torch.bfloat16):

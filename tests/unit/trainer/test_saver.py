@@ -42,7 +42,7 @@ def assert_none_is_made(incarnation: TrainerIncarnation) -> None:
     assert not incarnation.checkpoints.is_writing
 
 
-def test_groups_in_the_newest_checkpoint_are_no_reason_for_another(
+def test_groups_in_the_newest_checkpoint_do_not_force_another(
     begin: TrainerIncarnations,
 ) -> None:
     first = begin(FULL)

@@ -49,7 +49,7 @@ def test_capacity_after_recovery_does_not_grow_with_the_step() -> None:
     assert StalenessManager(limits, published_step=268).capacity == 12
 
 
-def test_what_a_journal_brings_back_as_ready_counts_at_once() -> None:
+def test_ready_groups_of_a_journal_count_at_once() -> None:
     limits = manager(batch=8, max_staleness=2).settings
     m = StalenessManager(limits, 268, policy_version=300)
     m.step(GroupAdmitted(group(0), GROUP, asked_step=266))
@@ -59,7 +59,7 @@ def test_what_a_journal_brings_back_as_ready_counts_at_once() -> None:
     assert m.oldest_version == 300, "names of steps before the recovery are unknown"
 
 
-def test_a_group_that_is_asked_for_again_is_counted_once() -> None:
+def test_group_requested_again_is_counted_once() -> None:
     m = manager()
     ask(m, 0, 0)
     assert m.running == GROUP
@@ -68,7 +68,7 @@ def test_a_group_that_is_asked_for_again_is_counted_once() -> None:
     assert (m.running, m.ready) == (0, GROUP)
 
 
-def test_a_group_that_arrives_again_is_what_it_was() -> None:
+def test_repeated_arrival_changes_nothing() -> None:
     m = manager(max_staleness=9)
     ask(m, 0, 1)
     arrive(m, 0, 5)
@@ -79,7 +79,7 @@ def test_a_group_that_arrives_again_is_what_it_was() -> None:
     assert (m.ready, m.training, m.histogram) == (0, 2 * GROUP, {1: 2 * GROUP})
 
 
-def test_a_group_of_an_earlier_incarnation_is_as_old_as_it_was_then() -> None:
+def test_group_of_an_earlier_incarnation_keeps_its_age() -> None:
     m = StalenessManager(manager(batch=GROUP, max_staleness=2).settings, published_step=268)
     m.step(GroupAdmitted(group(0), GROUP, asked_step=266))
     ask(m, 1)
@@ -115,7 +115,7 @@ def test_groups_that_lost_siblings_fill_a_batch_together() -> None:
     assert taken(m.step(TakeBatch(0))) == [0, 1, 2]
 
 
-def test_what_a_step_takes_beyond_its_batch_is_not_held_against_the_next() -> None:
+def test_groups_beyond_a_batch_do_not_reduce_the_next_capacity() -> None:
     m = manager(batch=4, max_staleness=1)
     ask(m, 0, 1, 2)
     for seq in (0, 1, 2):
@@ -124,7 +124,7 @@ def test_what_a_step_takes_beyond_its_batch_is_not_held_against_the_next() -> No
     assert (m.training, m.ready, m.capacity) == (6, 3, 1)
 
 
-def test_nothing_is_asked_for_that_begins_too_old_for_the_next_step() -> None:
+def test_no_group_is_requested_that_would_begin_too_old() -> None:
     m = manager(batch=4, max_staleness=1)
     for step in (0, 1):
         ask(m, step)
@@ -135,7 +135,7 @@ def test_nothing_is_asked_for_that_begins_too_old_for_the_next_step() -> None:
     assert m.capacity == 7
 
 
-def test_a_step_may_ask_for_another_size_and_pacing_follows_a_larger_one() -> None:
+def test_pacing_follows_a_larger_batch_size() -> None:
     m = manager(batch=4, max_staleness=0)
     ask(m, 0)
     arrive(m, 0, 0)
@@ -183,7 +183,7 @@ def test_step_waits_for_a_straggler_that_the_next_step_could_not_take() -> None:
     assert taken(m.step(TakeBatch(1))) == [0]
 
 
-def test_no_group_waits_for_a_rollout_that_is_too_old_already() -> None:
+def test_step_does_not_wait_for_a_rollout_that_is_too_old() -> None:
     m = manager(batch=GROUP)
     ask(m, 0)
     m.step(StepPublished(2))
@@ -193,7 +193,7 @@ def test_no_group_waits_for_a_rollout_that_is_too_old_already() -> None:
 
 
 @pytest.mark.parametrize("policy", ["mask", "drop", "requeue"])
-def test_other_policies_wait_for_no_rollout(policy: StalePolicy) -> None:
+def test_other_stale_policies_wait_for_no_rollout(policy: StalePolicy) -> None:
     m = manager(batch=GROUP, policy=policy)
     ask(m, 0)
     m.step(StepPublished(1))
@@ -219,7 +219,7 @@ def test_masked_rollouts_that_keep_a_token_train_at_the_bound() -> None:
     assert (m.training, m.histogram) == (2, {1: 2})
 
 
-def test_a_step_that_is_done_again_has_its_groups_whatever_their_age() -> None:
+def test_redone_step_has_its_groups_whatever_their_age() -> None:
     m = manager()
     ask(m, 0, 1)
     arrive(m, 0, 0)
@@ -229,7 +229,7 @@ def test_a_step_that_is_done_again_has_its_groups_whatever_their_age() -> None:
     assert (m.training, m.consumed) == (0, 8)
 
 
-def test_a_step_that_is_done_again_counts_what_masking_had_left_of_its_groups() -> None:
+def test_redone_step_counts_the_rollouts_that_masking_left() -> None:
     def arrived() -> StalenessManager:
         m = manager(batch=2, policy="mask")
         ask(m, 0, 1)
@@ -248,7 +248,7 @@ def test_a_step_that_is_done_again_counts_what_masking_had_left_of_its_groups() 
     assert (again.consumed, first.consumed) == (2, 2)
 
 
-def test_counts_go_on_from_a_checkpoint() -> None:
+def test_counts_continue_from_a_checkpoint() -> None:
     m = manager()
     ask(m, 0, 1, 2)
     for seq in range(3):
@@ -259,7 +259,7 @@ def test_counts_go_on_from_a_checkpoint() -> None:
     assert again.capacity == 16
 
 
-def test_the_oldest_version_is_that_of_the_oldest_token_under_way() -> None:
+def test_oldest_version_is_that_of_the_oldest_open_token() -> None:
     m = manager(max_staleness=9)
     m.step(StepPublished(0, policy_version=3))
     oldest = [m.oldest_version]
@@ -291,7 +291,7 @@ def hasty_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hasty_threads")
-def test_what_is_public_is_of_one_moment_from_any_thread() -> None:
+def test_public_state_is_consistent_from_any_thread() -> None:
     m = manager(batch=1000, max_staleness=0, max_concurrent=1000)
     seen, is_over = list[StalenessState](), threading.Event()
 
@@ -337,7 +337,7 @@ def test_age_bound_holds_and_training_never_starves(
 
 
 @pytest.mark.parametrize(("formula", "capacity"), [("under_way", 48), ("known", 448)])
-def test_rejects_and_small_steps_let_nothing_drift_but_the_known_formula(
+def test_capacity_drifts_only_by_the_known_formula(
     formula: StalenessFormula, capacity: int
 ) -> None:
     """Fifty steps that train the accepted half of four groups."""

@@ -34,7 +34,7 @@ def test_leave_one_out_compares_with_the_others() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("rewards", [[], [7.0], [0.1, 0.1, 0.1], [1, 1], [0.1 + 0.2, 0.3]])
-def test_equal_siblings_and_only_children_get_exactly_zero(
+def test_equal_siblings_and_single_rollouts_have_advantage_zero(
     rule: Advantage, rewards: list[float]
 ) -> None:
     assert rule(rewards) == [0.0] * len(rewards)

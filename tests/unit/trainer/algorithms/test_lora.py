@@ -47,16 +47,16 @@ def probed(folder: Path, token_ids: tuple[int, ...]) -> list[float]:
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         logits = model(torch.tensor([token_ids])).logits[0, :-1]
-    told: list[float] = torch.log_softmax(logits, -1)[range(31), list(token_ids[1:])].tolist()
-    return told
+    logprobs: list[float] = torch.log_softmax(logits, -1)[range(31), list(token_ids[1:])].tolist()
+    return logprobs
 
 
 def weights_in(folder: Path, name: str = "model") -> Arrays:
-    told: Arrays = load_file(folder / f"{name}.safetensors")
-    return told
+    weights: Arrays = load_file(folder / f"{name}.safetensors")
+    return weights
 
 
-def test_an_adapted_model_begins_as_what_it_was(tiny_folder: Path) -> None:
+def test_adapted_model_begins_unchanged(tiny_folder: Path) -> None:
     adapted, plain = (
         Policy(str(tiny_folder), msgspec.structs.replace(SETTINGS, lora_rank=rank))
         for rank in (RANK, 0)
@@ -64,7 +64,7 @@ def test_an_adapted_model_begins_as_what_it_was(tiny_folder: Path) -> None:
     assert adapted.probe() == plain.probe()
 
 
-def test_adapters_learn_and_the_weights_stand_still(tiny_folder: Path, tmp_path: Path) -> None:
+def test_adapters_train_and_the_weights_do_not_change(tiny_folder: Path, tmp_path: Path) -> None:
     policy = trained(tiny_folder)
     before = Policy(str(tiny_folder), SETTINGS).probe()
     assert policy.probe().logprobs != pytest.approx(before.logprobs, abs=1e-2)
@@ -77,16 +77,20 @@ def test_adapters_learn_and_the_weights_stand_still(tiny_folder: Path, tmp_path:
     assert all(np.array_equal(after[name], was[name]) for name in was.keys() - moved)
 
 
-def test_merged_weights_say_what_the_adapted_model_says(tiny_folder: Path, tmp_path: Path) -> None:
+def test_merged_weights_give_the_logprobs_of_the_adapted_model(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     policy = trained(tiny_folder)
     policy.save(tmp_path / "checkpoint")
-    told = policy.probe()
-    assert probed(tmp_path / "checkpoint", told.token_ids) == pytest.approx(told.logprobs, abs=1e-5)
+    probe = policy.probe()
+    assert probed(tmp_path / "checkpoint", probe.token_ids) == pytest.approx(
+        probe.logprobs, abs=1e-5
+    )
     assert (tmp_path / "checkpoint" / "tokenizer.json").is_file()
 
 
 @pytest.mark.parametrize("where", ["v000007", "checkpoint/adapter"])
-def test_an_adapter_folder_is_what_the_formula_says_over_the_model_that_it_names(
+def test_adapter_folder_applied_by_the_formula_gives_the_adapted_logprobs(
     where: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     """Merged here in float64 from the two files, by PEFT's names."""
@@ -113,7 +117,7 @@ def test_an_adapter_folder_is_what_the_formula_says_over_the_model_that_it_names
             assert layer.split(".")[-1] in config["target_modules"]
 
 
-def test_an_adapter_folder_has_what_engines_ask_for_and_no_more(
+def test_adapter_folder_has_exactly_the_files_that_engines_need(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     """With tokens or weights beside it, SGLang would refuse it."""
@@ -126,30 +130,28 @@ def test_an_adapter_folder_has_what_engines_ask_for_and_no_more(
     assert config["peft_type"] == "LORA"
     assert (config["r"], config["lora_alpha"], config["bias"]) == (RANK, SCALE * RANK, "none")
     assert config["target_modules"] == sorted(set(TARGETS) - {"qkv_proj", "gate_up_proj"})
-    told = policy.step(samples(), 0)
-    assert told.held_policy_version == 1
+    report = policy.step(samples(), 0)
+    assert report.held_policy_version == 1
 
 
-def test_what_a_snapshot_holds_is_adapters_and_restores_them(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_snapshot_holds_only_adapters_and_restores_them(tiny_folder: Path, tmp_path: Path) -> None:
     policy = trained(tiny_folder)
     policy.snapshot(tmp_path)
     while not policy.is_snapshot_written():
         pass
-    told = policy.probe()
+    probe = policy.probe()
     names = weights_in(tmp_path / "model").keys()
     assert len(names) == 2 * 2 * LAYERS
     assert not (tmp_path / "model" / "config.json").exists()  # transformers would miss the rest
     other = Policy(str(tiny_folder), SETTINGS)
     other.restore(tmp_path)
-    assert other.probe() == told
+    assert other.probe() == probe
     reports = [each.step(samples(), 3).grad_norm for each in (policy, other)]
     assert reports[0] == reports[1]
     assert policy.probe() == other.probe()
 
 
-def test_adapters_are_drawn_alike_everywhere_and_take_no_chance_from_others(
+def test_adapter_initialisation_is_equal_on_all_ranks_and_uses_no_global_rng(
     tiny_folder: Path,
 ) -> None:
     weights = []

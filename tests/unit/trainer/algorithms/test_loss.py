@@ -73,13 +73,13 @@ def test_the_gradient_is_zero_beyond_the_clip(
     assert loss.num_clipped == int(is_stopped)
 
 
-def test_stale_tokens_weigh_by_their_ratio_up_to_the_bound() -> None:
+def test_stale_tokens_are_weighted_by_their_ratio_up_to_the_bound() -> None:
     some = terms([-1.0, -1.0, -1.0], recorded_N=[-1.0, -1.0 - 0.4, -1.0 - 5.0])
     _, grad = gradient(some)
     assert grad == pytest.approx([-1.0, -(2.718281828**0.4), -2.0])
 
 
-def test_entropy_bonus_is_weighted_and_pays_for_spread() -> None:
+def test_entropy_bonus_is_weighted_and_rewards_spread() -> None:
     entropies_N = torch.tensor([0.5, 1.5], requires_grad=True)
     some = terms([-1.0, -1.0], advantages_N=[0.0, 0.0], weights_N=[1.0, 2.0])
     some = some._replace(entropies_N=entropies_N)

@@ -152,7 +152,7 @@ def test_equal_tokens_of_another_temperature_have_a_sequence_of_their_own() -> N
     assert batch.temperatures_K.tolist() == [1.0, 2.0]
 
 
-def test_a_batch_of_nothing_is_a_token_that_trains_none() -> None:
+def test_empty_batch_is_one_token_that_does_not_train() -> None:
     batch = empty_batch("cpu")
     assert (batch.token_ids_T.tolist(), batch.starts) == ([0], (0, 1))
     of_tokens = [getattr(batch, name) for name in TokenBatch._fields if name.endswith("_N")]
@@ -178,17 +178,17 @@ def whole_and_parts() -> list[Sample]:
     ]
 
 
-def test_by_token_every_trained_token_weighs_the_same() -> None:
+def test_with_token_weights_every_trained_token_has_equal_weight() -> None:
     assert shares(whole_and_parts(), "token") == pytest.approx([1 / 6] * 3)
 
 
-def test_by_rollout_every_rollout_weighs_the_same() -> None:
+def test_with_rollout_weights_every_rollout_has_equal_weight() -> None:
     # Two rollouts: 1/2 each, over 2 tokens of the one and 3 + 1 tokens of the other.
     assert shares(whole_and_parts(), "rollout") == pytest.approx([0.25, 0.125, 0.125])
 
 
 @pytest.mark.parametrize("rule", ["token", "rollout"])
-def test_a_rollout_weighs_the_same_however_many_samples_it_was_cut_into(rule: LossWeight) -> None:
+def test_weight_of_a_rollout_does_not_depend_on_its_number_of_samples(rule: LossWeight) -> None:
     other, *cut = whole_and_parts()
     uncut = new_sample([1, 2, 3, 4, 5], [0, 1, 1, 1, 1], index=1)
     in_two, in_one = shares([other, *cut], rule), shares([other, uncut], rule)
@@ -197,7 +197,7 @@ def test_a_rollout_weighs_the_same_however_many_samples_it_was_cut_into(rule: Lo
 
 
 @pytest.mark.parametrize("rule", ["token", "rollout"])
-def test_ranks_that_add_up_their_totals_weigh_as_one_does(rule: LossWeight) -> None:
+def test_weights_over_several_ranks_equal_those_of_one(rule: LossWeight) -> None:
     samples = whole_and_parts()
     (ours, total), (theirs, other) = (
         token_weights(samples[:1], rule),
@@ -281,7 +281,7 @@ def loss_of(logits_KV: Tensor, scale_K: Tensor) -> Tensor:
 @pytest.mark.parametrize("window", [None, WINDOW])
 @settings(deadline=None, max_examples=8)
 @given(lengths=st.lists(st.integers(1, 3 * WINDOW), min_size=1, max_size=7))
-def test_sequences_packed_say_and_learn_what_they_do_alone(
+def test_packed_sequences_have_the_logits_and_gradients_of_each_alone(
     num_kv_heads: int, window: int | None, lengths: list[int]
 ) -> None:
     model, ours = qwen_twins(num_kv_heads, window)
@@ -308,7 +308,9 @@ def new_granite() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("new", [lambda: new_qwen(window=WINDOW), new_granite])
-def test_model_whose_attention_is_the_interfaces_packs(new: Callable[[], PreTrainedModel]) -> None:
+def test_model_with_the_standard_attention_interface_packs(
+    new: Callable[[], PreTrainedModel],
+) -> None:
     torch.manual_seed(0)
     model = new().eval()
     assert enable_packing(model)
@@ -331,18 +333,18 @@ class Frank(Qwen3ForCausalLM):  # type: ignore[misc]  # transformers is untyped
     """A model that computes the logits of all positions, whether they are wanted or not."""
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
-        told: CausalLMOutputWithPast = super().forward(input_ids, **kwargs)
-        return told
+        output: CausalLMOutputWithPast = super().forward(input_ids, **kwargs)
+        return output
 
 
-def test_model_that_cannot_keep_some_logits_is_read_at_those() -> None:
+def test_model_without_logits_to_keep_gives_the_kept_logits() -> None:
     _, ours = qwen_twins(2, None)
     starts, kept = [0, 4, 8, 17], torch.tensor([0, 7, 16])
     expected = packed_logits(ours, tokens_of([17]), starts, kept)
     frank = Frank(ours.config).double().eval()
     frank.load_state_dict(ours.state_dict())
-    told = packed_logits(frank, tokens_of([17]), starts, kept)
-    assert (told - expected).abs().max() < 1e-9
+    logits_KV = packed_logits(frank, tokens_of([17]), starts, kept)
+    assert (logits_KV - expected).abs().max() < 1e-9
 
 
 def new_mamba() -> PreTrainedModel:
@@ -386,7 +388,7 @@ def new_stretched() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("new", [new_mamba, new_bloom, new_gemma, new_llama4, new_stretched])
-def test_model_that_cannot_be_packed_says_so_and_takes_a_sequence_at_a_time(
+def test_model_that_cannot_be_packed_is_logged_and_runs_one_sequence_at_a_time(
     new: Callable[[], PreTrainedModel], caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)

@@ -53,9 +53,9 @@ def test_gaps_come_run_by_run_in_the_order_of_the_samples(
     report = Policy(str(tiny_folder), settings).step(samples, 0)
     assert (report.held_policy_version, report.num_masked) == (0, 0)
     for first, second in (report.gaps[:2], report.gaps[2:]):
-        told = [(gap.num_tokens, gap.total, gap.largest) for gap in (*first, *second)]
+        gaps = [(gap.num_tokens, gap.total, gap.largest) for gap in (*first, *second)]
         expected = [(1, 0.01, 0.01), (2, 0.05, 0.03), (2, 0.0, 0.0)]
-        assert told == [pytest.approx(each, abs=1e-4) for each in expected]
+        assert gaps == [pytest.approx(each, abs=1e-4) for each in expected]
 
 
 def test_drift_of_older_weights_is_reported_and_masks_nothing(tiny_folder: Path) -> None:
@@ -92,7 +92,7 @@ def test_stale_tokens_are_reported_by_age_with_their_weight(tiny_folder: Path) -
     assert report.effective_fraction == pytest.approx(5.4**2 / (5 * (3 + 2 * 1.44)), abs=1e-3)
 
 
-def test_what_is_masked_has_no_say_in_what_tokens_weigh(tiny_folder: Path) -> None:
+def test_masked_tokens_do_not_affect_importance_statistics(tiny_folder: Path) -> None:
     good, bad = pair(tiny_folder)
     false = msgspec.structs.replace(good, logprobs=good.logprobs - np.float32(0.5))
     report = Policy(str(tiny_folder), SETTINGS).step([false, bad], 0)
@@ -100,7 +100,7 @@ def test_what_is_masked_has_no_say_in_what_tokens_weigh(tiny_folder: Path) -> No
     assert report.importance_by_age["0"].num_tokens == 2
 
 
-def test_minibatches_that_the_weights_have_moved_on_from_are_not_measured(
+def test_gaps_are_measured_only_before_the_weights_change(
     tiny_folder: Path,
 ) -> None:
     settings = msgspec.structs.replace(SETTINGS, proximal="loglinear", num_minibatches=2)
@@ -120,7 +120,7 @@ def test_one_token_that_is_a_little_off_is_not_masked(tiny_folder: Path) -> None
     assert report.logprob_gap_max == pytest.approx(0.12, abs=1e-3)
 
 
-def test_report_goes_into_a_metrics_row(tiny_folder: Path) -> None:
+def test_report_becomes_a_metrics_row(tiny_folder: Path) -> None:
     report = Policy(str(tiny_folder), SETTINGS).step(pair(tiny_folder), 0)
     row = report.figures()
     assert msgspec.json.decode(msgspec.json.encode(row)) == row
@@ -146,13 +146,13 @@ def test_weights_are_reported_in_total_and_by_age_over_batches() -> None:
     }
 
 
-def test_one_token_that_weighs_all_is_as_good_as_one() -> None:
+def test_one_dominant_token_counts_as_one_effective_token() -> None:
     whole, _ = metered(([0] * 4, [8.0, 0.0, 0.0, 0.0], [False] * 4)).totals(SingleRank())
     assert whole.effective == 0.25
 
 
 @pytest.mark.parametrize("weights", [[], [0.0, 0.0]])
-def test_nothing_that_weighs_anything_has_no_figures_that_are_none(weights: list[float]) -> None:
+def test_importance_without_weight_is_zero_and_without_tokens_is_none(weights: list[float]) -> None:
     whole, _ = metered(([0] * len(weights), weights, [False] * len(weights))).totals(SingleRank())
     assert whole == (
         ImportanceStats(2, 0.0, 0.0, 0.0) if weights else ImportanceStats(0, None, None, None)
@@ -170,7 +170,7 @@ class Twice(SingleRank):
         return [*doubled[:-4], 1.0, 2.0, 4.0, 1.0]
 
 
-def test_ranks_that_saw_other_ages_add_up() -> None:
+def test_age_statistics_of_ranks_add_up() -> None:
     whole, by_age = metered(([0], [1.0], [False])).totals(Twice())
     assert by_age == {
         "0": ImportanceStats(2, 1.0, 0.0, 1.0),
@@ -186,6 +186,6 @@ def test_age_is_counted_in_train_steps_of_the_weights_that_sampled() -> None:
     assert moment.ages(versions[:0]).tolist() == []
 
 
-def test_no_age_is_below_0_or_past_the_last_that_is_reported() -> None:
+def test_ages_are_clamped_to_the_reported_range() -> None:
     moment = TokenAges(step=1000, step_of_version={1: 0, 2: 1002})
     assert moment.ages(torch.tensor([1, 2])).tolist() == [MAX_AGE, 0]

@@ -82,7 +82,7 @@ def test_any_file_that_is_cut_or_grows_is_found(
 
 
 @pytest.mark.parametrize("name", ["empty", "manifest.json", "model/both", "random-1"])
-def test_a_file_that_is_gone_is_named(whole: Path, tmp_path: Path, name: str) -> None:
+def test_missing_file_is_named(whole: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(whole, tmp_path / "it")
     (tmp_path / "it" / name).unlink()
     reason = "incomplete: it has no manifest" if name == MANIFEST else f"{name}: missing"
@@ -114,7 +114,7 @@ def test_missing_folder_is_refused(tmp_path: Path) -> None:
         verify(tmp_path / "file")
 
 
-def test_manifest_of_another_format_says_which(whole: Path, tmp_path: Path) -> None:
+def test_manifest_of_another_format_names_it(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "it")
     path = tmp_path / "it" / MANIFEST
     text = path.read_bytes().replace(b'"format":1', b'"format":2')

@@ -84,8 +84,8 @@ def test_run_whose_checkpoints_are_all_damaged_does_not_silently_restart(
         client.note_saved(StateSaved(num_steps, policy_version, {"r": [(0, 8)]}))
     client.close()
     client = recovery.open_client(config, NOWHERE)
-    told = f"no checkpoint is intact, and .* what the one of {num_steps} steps held"
-    with pytest.raises(UserError, match=told):
+    pattern = f"no checkpoint is intact, and .* what the one of {num_steps} steps held"
+    with pytest.raises(UserError, match=pattern):
         recovery.find_resume_point(client, CheckpointStore(config.run_folder()))
     client.close()
 
@@ -192,7 +192,7 @@ def test_step_that_ends_every_trainer_is_not_repeated_forever(tmp_path: Path) ->
     records.close()
 
 
-def later_life(tmp_path: Path, history: History, state: LoopState | None = None) -> Stage:
+def later_incarnation(tmp_path: Path, history: History, state: LoopState | None = None) -> Stage:
     """A pacer that continues from this resume point."""
     stage = Stage(tmp_path)
     recovery = plan_recovery(state, history)
@@ -229,7 +229,7 @@ def test_groups_of_an_earlier_incarnation_count_as_ready_running_and_dropped(
     filed = left(ScriptedClient(), 0, 1)
     drops = (GroupBooked(earlier(3), "deadline: no result within 5 s"),)
     history = History(results=filed, open_asks=(open_ask(2),), drops=drops, num_asked=4)
-    stage = later_life(tmp_path, history)
+    stage = later_incarnation(tmp_path, history)
     # Three of four groups are admitted, so the bound leaves one.
     stage.pacer.ask(MANY)
     assert len(stage.open()) == 1
@@ -240,7 +240,9 @@ def test_groups_of_an_earlier_incarnation_count_as_ready_running_and_dropped(
 
 def test_failures_of_earlier_incarnations_do_not_count_as_barren(tmp_path: Path) -> None:
     drops = tuple(GroupBooked(earlier(seq), "env_failed: no licence") for seq in range(400))
-    stage = later_life(tmp_path, History(drops=drops, open_asks=(open_ask(400),), num_asked=401))
+    stage = later_incarnation(
+        tmp_path, History(drops=drops, open_asks=(open_ask(400),), num_asked=401)
+    )
     assert [*stage.pacer.lifecycle.open_ids] == [earlier(400)]
     assert stage.pacer.lifecycle.gone == {"before": [(0, 400)]}
     assert (stage.tally.num_dropped, stage.lost()) == (400 * 4, 0)
@@ -344,7 +346,7 @@ def test_unreadable_result_is_dropped_and_its_step_redone_without_it(
 
 def test_group_that_has_left_does_not_leave_again(tmp_path: Path) -> None:
     state = LoopState(num_steps=1, ended={"before": [(0, 5)]}, num_tasks=5)
-    stage = later_life(tmp_path, History(num_asked=5, num_drawn=6), state)
+    stage = later_incarnation(tmp_path, History(num_asked=5, num_drawn=6), state)
     assert stage.pacer.lifecycle.num_gone == 5
     stage.pacer.ask(MANY)
     assert stage.pacer.requester.num_drawn == 6 + 4

@@ -80,8 +80,8 @@ def test_full_journal_forces_a_checkpoint_that_would_free_some_of_it() -> None:
 def test_refused_checkpoint_is_not_retried_at_once() -> None:
     due = CheckpointSchedule(100, 0)
     times_s = [0.0, 1.0, FORCED_RETRY_S - 0.1, FORCED_RETRY_S, FORCED_RETRY_S + 1.0]
-    told = [begins(due, num_gone=1, now_s=each, is_full=True) for each in times_s]
-    assert told == [True, False, False, True, False]
+    forced = [begins(due, num_gone=1, now_s=each, is_full=True) for each in times_s]
+    assert forced == [True, False, False, True, False]
     due.stepped(100)
     assert begins(due, num_gone=1, now_s=FORCED_RETRY_S + 2.0), "steps go on regardless"
 
@@ -162,8 +162,8 @@ def test_policy_versions_continue_after_the_highest_ever_used() -> None:
 
 def test_without_a_checkpoint_everything_is_redone_from_the_first_weights() -> None:
     steps = (StepTaken(0, (group(0),)), StepTaken(1, (group(1),)))
-    told = History(steps=steps, results=(filed(0), filed(1), filed(2)), num_asked=3)
-    plan = plan_recovery(None, told)
+    history = History(steps=steps, results=(filed(0), filed(1), filed(2)), num_asked=3)
+    plan = plan_recovery(None, history)
     assert (plan.num_steps, plan.redo, plan.next_step) == (0, steps, 2)
     assert plan.ready == (filed(2),)
     assert plan.step_of_version == {0: 0}
@@ -196,8 +196,8 @@ def test_steps_lost_with_a_damaged_checkpoint_are_reported_and_their_numbers_not
 
 
 def test_step_is_redone_without_a_group_whose_result_is_lost() -> None:
-    told = History(steps=(StepTaken(0, (group(0), group(1))),), results=(filed(1),))
-    plan = plan_recovery(None, told)
+    history = History(steps=(StepTaken(0, (group(0), group(1))),), results=(filed(1),))
+    plan = plan_recovery(None, history)
     assert plan.redo == (StepTaken(0, (group(1),)),)
     assert plan.lines == ("step 0 is without r1/0, which the journal has lost",)
 

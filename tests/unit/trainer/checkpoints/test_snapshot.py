@@ -207,7 +207,7 @@ def draw() -> list[float]:
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2])
-def test_all_generators_draw_what_they_drew_next(num_before: int) -> None:
+def test_all_generators_continue_with_the_same_numbers(num_before: int) -> None:
     for _ in range(num_before):
         draw()
     states = rng_state()
@@ -264,7 +264,7 @@ def slots_at(rank: int, num_ranks: int, whole: dict[str, Tensor]) -> list[Tensor
 
 
 @given(tensors(), tensors(), st.integers(1, 4))
-def test_ranks_write_the_files_that_one_would(
+def test_ranks_write_the_same_files_as_one_rank(
     model: dict[str, Tensor], optimizer: dict[str, Tensor], num_ranks: int
 ) -> None:
     with tempfile.TemporaryDirectory(

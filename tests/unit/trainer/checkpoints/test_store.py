@@ -95,7 +95,7 @@ def test_no_second_checkpoint_begins_while_one_is_written(tmp_path: Path) -> Non
     assert store.settled(30.0) is not None
 
 
-def test_the_newest_two_stay(tmp_path: Path) -> None:
+def test_newest_two_checkpoints_are_kept(tmp_path: Path) -> None:
     store, one = CheckpointStore(tmp_path), Trained()
     for number in range(4):
         save(store, at(number), one)
@@ -197,7 +197,7 @@ def test_folder_that_cannot_be_created_is_one_line(
         store.newest()
 
 
-def test_nothing_has_its_name_before_it_is_on_the_disk(
+def test_checkpoint_is_renamed_only_after_it_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     acts: list[tuple[str, str]] = []

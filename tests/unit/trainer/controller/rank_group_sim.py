@@ -62,8 +62,8 @@ class SimRank:
         self.ran: list[int] = []
         self._chance = chance
         self._trouble = trouble
-        self._num_heard = 0
-        self._num_said = 0
+        self._num_received = 0
+        self._num_delivered = 0
 
     def turn(self) -> None:
         """Handle one message."""
@@ -71,36 +71,36 @@ class SimRank:
             return
         message = self.inbox.popleft()
         self.ended_step = max(self.ended_step, getattr(message, "ended_step", -1))
-        if isinstance(message, ControllerBeat) and message.num_sent != self._num_heard:
+        if isinstance(message, ControllerBeat) and message.num_sent != self._num_received:
             self._leave("messages were lost")
-        self._num_heard += 1
+        self._num_received += 1
         self._do(message)
 
     def beat(self) -> None:
         """Send a heartbeat."""
         if not self.is_frozen and not self.is_ended:
-            self.say(RankBeat(self.number, self.ended_step, self._num_said))
+            self.send(RankBeat(self.number, self.ended_step, self._num_delivered))
 
-    def say(self, message: RankMessage) -> None:
+    def send(self, message: RankMessage) -> None:
         """Count the message, whether it arrives or not."""
         self.outbox.append(message)
 
-    def take_said(self) -> RankMessage:
+    def take_sent(self) -> RankMessage:
         """The next message to be delivered; its number of predecessors is counted only now."""
         message = self.outbox.popleft()
         if isinstance(message, RankBeat):
-            message = RankBeat(self.number, message.ended_step, self._num_said)
-        self._num_said += 1
+            message = RankBeat(self.number, message.ended_step, self._num_delivered)
+        self._num_delivered += 1
         return message
 
     def _do(self, message: RankMessage) -> None:
         fails = self._chance.random() < self._trouble
         match message:
             case FormGroup():
-                self.say(RankReady(self.number, f"tcp://rank:{self.number}"))
+                self.send(RankReady(self.number, f"tcp://rank:{self.number}"))
             case StageCall(call_id=call_id):
                 self.staged.append(call_id)
-                self.say(CallStaged(self.number, call_id, "no such shard" if fails else ""))
+                self.send(CallStaged(self.number, call_id, "no such shard" if fails else ""))
             case RunCall(call_id=call_id):
                 if not self.staged or self.staged[0] != call_id:
                     self._leave("a call was lost")
@@ -110,15 +110,15 @@ class SimRank:
                 if fails and self._chance.random() < 0.3:
                     self.is_frozen = self._chance.random() < 0.5  # else it raises where others wait
                 if not self.is_frozen:
-                    self.say(CallEnded(self.number, call_id, "ValueError" if fails else ""))
+                    self.send(CallEnded(self.number, call_id, "ValueError" if fails else ""))
             case DropCall(call_id=call_id):
                 self.staged = [each for each in self.staged if each != call_id]
             case ReadTensors(ended_step=step, ask_id=ask_id):
                 nothing = HeldTensors()
-                self.say(TensorsReported(self.number, ask_id, step, 0, nothing, nothing))
+                self.send(TensorsReported(self.number, ask_id, step, 0, nothing, nothing))
 
     def _leave(self, why: str) -> None:
-        self.say(RankLeft(self.number, why))
+        self.send(RankLeft(self.number, why))
         self.is_ended = True
 
 
@@ -158,7 +158,7 @@ class Sim:
             if self._chance.random() < 0.05 / BEAT_S:
                 rank.beat()
             while rank.outbox and self._chance.random() < 0.7:
-                message = rank.take_said()
+                message = rank.take_sent()
                 if not self._is_lost():
                     self._step(Received(b"%d" % rank.number, message))
 

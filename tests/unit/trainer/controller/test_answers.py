@@ -42,7 +42,7 @@ def test_rows_come_back_in_the_order_they_were_given_in(
     assert merge_answers(answers, dispatch.shares, Reduce()) == {"same": rows}
 
 
-def test_every_heads_number_counts() -> None:
+def test_numbers_of_all_heads_are_reduced() -> None:
     answers = [{"loss": 1.0, "num_tokens": 10}, {"loss": 4.0, "num_tokens": 30}]
     rules: dict[str, Reduction] = {"loss": "mean", "num_tokens": "sum"}
     joint = merge_answers(answers, None, Reduce(rules=rules, by="num_tokens"))
@@ -54,12 +54,12 @@ def test_an_answer_that_is_a_number_is_reduced_as_stated(rule: Reduction, expect
     assert merge_answers([1, 3, 2], None, Reduce(default=rule)) == expected
 
 
-def test_a_mean_is_weighed_by_rows_without_padding() -> None:
+def test_mean_is_weighted_by_rows_without_padding() -> None:
     shares = (HeadShare((0, 1, 2), 3), HeadShare((3, 0, 0), 1))
     assert merge_answers([1.0, 5.0], shares, Reduce(default="mean")) == 2.0
 
 
-def test_a_head_of_padding_alone_may_say_what_it_likes_of_a_mean() -> None:
+def test_head_with_only_padding_does_not_affect_a_mean() -> None:
     shares = (HeadShare((0,), 1), HeadShare((0,), 0))
     assert merge_answers([1.5, math.nan], shares, Reduce(default="mean")) == 1.5
 
@@ -71,7 +71,7 @@ def test_a_mean_of_nothing_is_not_a_number() -> None:
 
 @pytest.mark.parametrize("rule", ["sum", "mean", "max", "min"])
 @pytest.mark.parametrize("answers", [[math.nan, 1.0], [1.0, math.nan]])
-def test_what_is_not_a_number_at_one_head_shows(rule: Reduction, answers: list[float]) -> None:
+def test_nan_of_one_head_is_in_the_result(rule: Reduction, answers: list[float]) -> None:
     assert math.isnan(merge_answers(answers, None, Reduce(default=rule)))
 
 
@@ -81,32 +81,32 @@ def test_a_number_without_a_rule_is_the_same_everywhere_or_named() -> None:
         merge_answers([{"step": 3}, {"step": 4}], None, Reduce())
 
 
-def test_not_a_number_is_the_same_as_itself() -> None:
+def test_nan_of_all_heads_counts_as_equal() -> None:
     assert math.isnan(merge_answers([math.nan, math.nan], None, Reduce()))
 
 
-def test_a_rule_that_no_number_meets_is_a_mistake() -> None:
+def test_reduce_rule_without_a_number_is_refused() -> None:
     with pytest.raises(DispatchError, match="there is no number at los "):
         merge_answers([{"loss": 1.0}], None, Reduce(rules={"los": "mean"}, default="sum"))
 
 
-def test_numbers_within_rows_are_the_rows() -> None:
+def test_numbers_within_rows_are_not_reduced() -> None:
     answers = [{"scores": [0.0, 0.3]}, {"scores": [0.2, 0.1]}]
     assert merge_answers(answers, SHARES, Reduce()) == {"scores": [0.0, 0.1, 0.2, 0.3]}
 
 
-def test_tuples_are_no_rows() -> None:
+def test_tuples_are_not_rows() -> None:
     answers = [{"norms": (1.0, 5.0)}, {"norms": (2.0, 4.0)}]
     rules: dict[str, Reduction] = {"norms.0": "max", "norms.1": "min"}
     assert merge_answers(answers, SHARES, Reduce(rules=rules)) == {"norms": (2.0, 4.0)}
 
 
-def test_lists_of_a_call_without_rows_are_walked() -> None:
+def test_lists_of_a_call_without_rows_are_merged_by_item() -> None:
     assert merge_answers([[1, 2], [3, 4]], None, Reduce(default="sum")) == [4, 6]
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
+    ("answers", "message"),
     [
         ([{"a": 1}, {"b": 1}], "the answer has other keys"),
         ([{"a": [1]}, {"a": [1, 2]}], "'a' at head 0 has 1 entries for 2 rows"),
@@ -118,8 +118,8 @@ def test_lists_of_a_call_without_rows_are_walked() -> None:
         (["x", "y"], "the answer differs between heads: 'x', 'y'"),
     ],
 )
-def test_answers_that_cannot_become_one_say_where(answers: list[Any], said: str) -> None:
-    with pytest.raises(DispatchError, match=said):
+def test_answers_that_cannot_be_merged_name_the_place(answers: list[Any], message: str) -> None:
+    with pytest.raises(DispatchError, match=message):
         merge_answers(answers, SHARES, Reduce(default="sum"))
 
 
@@ -129,7 +129,7 @@ def test_a_weight_that_is_none_is_named(weights: dict[str, Any]) -> None:
         merge_answers([{"n": 1}, weights], None, Reduce(default="mean", by="n"))
 
 
-def test_ranks_may_answer_with_nothing() -> None:
+def test_ranks_may_answer_none() -> None:
     assert merge_answers([None, None], SHARES, Reduce()) is None
 
 
@@ -190,19 +190,19 @@ def test_a_handle_used_in_many_places_travels_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ({"batch": [object()]}, r"\.batch\[0\] is a object; store tensors first"),
         (2**70, "cannot be sent"),
         ("\ud800", "cannot be sent"),
     ],
 )
-def test_what_cannot_travel_is_refused_where_it_is_sent(value: Any, said: str) -> None:
-    with pytest.raises(WireError, match=said):
+def test_unencodable_value_is_refused_at_the_sender(value: Any, message: str) -> None:
+    with pytest.raises(WireError, match=message):
         encode_values(value)
 
 
-def test_values_without_end_are_refused() -> None:
+def test_recursive_values_are_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(WireError, match="cannot be sent"):
@@ -216,7 +216,7 @@ def test_garbage_is_a_wire_error(body: bytes) -> None:
 
 
 @given(values, st.data())
-def test_damage_is_noticed_or_gives_values(value: Any, data: st.DataObject) -> None:
+def test_damaged_bytes_are_a_wire_error_or_decode(value: Any, data: st.DataObject) -> None:
     good = bytearray(encode_values([value, *HANDLES]))
     good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     damaged = bytes(good[: data.draw(st.integers(0, len(good)))])
@@ -227,7 +227,7 @@ def test_damage_is_noticed_or_gives_values(value: Any, data: st.DataObject) -> N
     assert decode_values(damaged) == arrived or "nan" in repr(arrived)
 
 
-def test_a_handle_that_is_not_in_the_pack_is_a_wire_error() -> None:
+def test_handle_missing_from_the_message_is_a_wire_error() -> None:
     place = msgspec.msgpack.Ext(1, (7).to_bytes(4, "little"))
     good = msgspec.msgpack.decode(encode_values([HANDLES[0]]))
     with pytest.raises(WireError, match="not the values of a call"):

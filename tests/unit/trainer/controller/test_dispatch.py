@@ -51,12 +51,12 @@ def test_rows_are_partitioned_without_duplication(lengths: list[int], num_heads:
     rows = rows_of(*lengths)
     dispatch = split_call(Arguments((rows,)), num_heads, DispatchRule(uneven="pad"))
     assert dispatch.shares is not None
-    told = [
+    dealt = [
         each
         for part, share in zip(dispatch.parts, dispatch.shares, strict=True)
         for each in part.args[0][: share.num_real]
     ]
-    assert sorted(each["token_ids"].shard_id for each in told) == [
+    assert sorted(each["token_ids"].shard_id for each in dealt) == [
         row["token_ids"].shard_id for row in rows
     ]
 
@@ -76,7 +76,7 @@ def test_parts_that_are_not_one_per_row_are_refused() -> None:
         split_call(Arguments((rows_of(1, 2),)), 2, DispatchRule(parts=[0]))
 
 
-def test_what_is_no_row_goes_to_every_head_as_it_is() -> None:
+def test_argument_without_rows_goes_unchanged_to_every_head() -> None:
     settings, alone, plain = {"rate": 0.1}, handle(3), [0.9, 0.95]
     arguments = Arguments((rows_of(4, 4),), {"settings": settings, "mean": alone, "betas": plain})
     dispatch = split_call(arguments, 2, DispatchRule())
@@ -90,7 +90,7 @@ def test_a_call_without_rows_is_the_same_at_every_head() -> None:
     assert split_call(arguments, 3, DispatchRule()) == Dispatch((arguments,) * 3, None)
 
 
-def test_columns_are_cut_alike_wherever_they_stand() -> None:
+def test_columns_are_split_alike_wherever_they_are_nested() -> None:
     ids, values, scores = ([handle(n) for n in (9, 1, 8, 2)] for _ in range(3))
     arguments = Arguments(({"ids": ids, "deep": (Pair(values, 0.5),)},), {"scores": scores})
     dispatch = split_call(arguments, 2, DispatchRule())
@@ -103,7 +103,7 @@ def test_columns_are_cut_alike_wherever_they_stand() -> None:
     assert [sorted(share.rows) for share in dispatch.shares] == [[0, 1], [2, 3]]
 
 
-def test_rows_within_a_struct_are_cut_and_the_struct_is_left_alone() -> None:
+def test_rows_within_a_struct_are_split_without_changing_the_struct() -> None:
     batch = Batch(rows_of(5, 4))
     dispatch = split_call(Arguments((batch,)), 2, DispatchRule())
     assert [part.args[0] for part in dispatch.parts] == [
@@ -131,9 +131,9 @@ def test_siblings_stay_at_one_head_whatever_their_number() -> None:
     groups = ["a", "b", "a", "c", "a", "d"]
     dispatch = split_call(Arguments((rows_of(3, 9, 3, 8, 3, 1),)), 2, DispatchRule(groups=groups))
     assert dispatch.shares is not None
-    told = [{groups[row] for row in share.rows} for share in dispatch.shares]
-    assert told[0].isdisjoint(told[1])
-    assert told[0] | told[1] == set(groups)
+    groups_by_head = [{groups[row] for row in share.rows} for share in dispatch.shares]
+    assert groups_by_head[0].isdisjoint(groups_by_head[1])
+    assert groups_by_head[0] | groups_by_head[1] == set(groups)
 
 
 def test_an_uneven_number_is_refused_unless_padding_is_chosen() -> None:
@@ -147,7 +147,7 @@ def test_padding_is_sent_to_the_heads_as_rows_of_weight_0() -> None:
     assert [len(part.args[0]) for part in dispatch.parts] == [2, 2]
 
 
-def test_fewer_rows_than_heads_leave_the_others_padding_alone() -> None:
+def test_heads_without_a_row_get_only_padding() -> None:
     dispatch = split_call(Arguments((rows_of(7),)), 3, DispatchRule(uneven="pad"))
     assert at_heads(dispatch, "row_weights") == [[1.0], [0.0], [0.0]]
 
@@ -178,13 +178,13 @@ def test_values_given_for_rows_apply_to_each_row(name: str, rule: DispatchRule) 
         split_call(Arguments((rows_of(1, 2, 3),)), 1, rule)
 
 
-def test_lengths_that_are_given_are_the_ones_that_count() -> None:
+def test_given_lengths_take_precedence() -> None:
     dispatch = split_call(Arguments((rows_of(1, 1, 1, 1),)), 2, DispatchRule(lengths=[9, 1, 1, 8]))
     assert dispatch.shares is not None
     assert [sorted(share.rows) for share in dispatch.shares] == [[0, 2], [1, 3]]
 
 
-def test_a_row_is_as_long_as_its_longest_sequence_whatever_its_pictures() -> None:
+def test_length_of_a_row_ignores_its_images() -> None:
     assert length_of({"token_ids": handle(7), "mask": handle(7), "pixels": handle(500, 8)}) == 7
     assert length_of([handle(3, 4), handle(2, 2)]) == 12
     assert length_of(handle()) == 1
@@ -192,7 +192,7 @@ def test_a_row_is_as_long_as_its_longest_sequence_whatever_its_pictures() -> Non
 
 
 @pytest.mark.parametrize("uneven", ["refuse", "pad"])
-def test_rows_that_are_dealt_already_are_left_and_all_weigh_the_same(uneven: Uneven) -> None:
+def test_rows_that_are_already_split_are_kept_with_equal_weights(uneven: Uneven) -> None:
     whole = Arguments(([handle(3), handle(5)], 0.5), {"name": "x"})
     left, num_rows = dispatch_locally(whole, DispatchRule(uneven=uneven), RTensor)
     weights = {ROW_WEIGHTS: [1.0, 1.0]} if uneven == "pad" else {}
@@ -212,13 +212,13 @@ def _dealable(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
 
 def _groups_of(share: HeadShare, groups: list[int]) -> list[int]:
     """The groups in a share, each as often as its rows come together."""
-    told: list[int] = []
+    found: list[int] = []
     for place, row in enumerate(share.rows):
         is_new = (
             not place or place == share.num_real or groups[row] != groups[share.rows[place - 1]]
         )
-        told += [groups[row]] if is_new else []
-    return told
+        found += [groups[row]] if is_new else []
+    return found
 
 
 @given(_dealable())
@@ -235,9 +235,9 @@ def test_a_group_stays_together_in_order(dealable: tuple[list[int], list[int], i
     lengths, groups, num_heads = dealable
     for share in deal_rows(lengths, groups, num_heads, "pad"):
         real = share.rows[: share.num_real]
-        told = _groups_of(HeadShare(real, len(real)), groups)
-        assert max(Counter(told).values(), default=1) == 1
-        for group in told:
+        found = _groups_of(HeadShare(real, len(real)), groups)
+        assert max(Counter(found).values(), default=1) == 1
+        for group in found:
             rows = [row for row in range(len(groups)) if groups[row] == group]
             assert [row for row in real if groups[row] == group] == rows
 
@@ -301,11 +301,11 @@ def test_all_heads_have_as_many_groups_of_every_part(
     lengths, groups, num_heads = dealable
     parts = [group % num_parts for group in groups]
     shares = deal_rows(lengths, groups, num_heads, "pad", parts)
-    told = [Counter(g % num_parts for g in _groups_of(share, groups)) for share in shares]
-    assert all(each == told[0] for each in told)
+    counts = [Counter(g % num_parts for g in _groups_of(share, groups)) for share in shares]
+    assert all(each == counts[0] for each in counts)
     real = [row for share in shares for row in share.rows[: share.num_real]]
     assert sorted(real) == list(range(len(groups)))
-    for part, num in told[0].items():
+    for part, num in counts[0].items():
         assert 0 <= num * num_heads - len({g for g in groups if g % num_parts == part}) < num_heads
 
 
@@ -334,7 +334,7 @@ def test_the_longest_row_goes_to_the_head_with_least() -> None:
     assert shares == (HeadShare((0, 3, 4), 3), HeadShare((1, 2, 5), 3))
 
 
-def test_padding_weighs_nothing() -> None:
+def test_padding_has_no_weight() -> None:
     first, second, third = deal_rows([5, 3, 9, 4], range(4), 3, "pad")
     assert (first.row_weights(), second.row_weights(), third.row_weights()) == (
         [1.0, 0.0],

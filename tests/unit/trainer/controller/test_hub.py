@@ -37,7 +37,7 @@ def test_a_failed_thread_fails_current_and_later_callers() -> None:
     hub.close("done")
 
 
-def test_what_is_asked_of_a_hub_that_is_closed_ends_at_once() -> None:
+def test_request_to_a_closed_hub_fails_at_once() -> None:
     hub = RankHub("tcp://127.0.0.1:0", None, RankGroupSettings(), nowhere)
     early = hub.call("actor", "train", NO_STEP, (b"",))
     for reason in ("the first", "the second"):

@@ -100,7 +100,7 @@ def test_ranks_meet_once_all_have_sent_hello() -> None:
     assert sent(formed, FormGroup) == [(b"rank-0", message), (b"rank-1", message)]
 
 
-def test_the_crew_is_ready_when_all_are_and_then_begins_what_was_asked_before() -> None:
+def test_group_is_ready_when_all_ranks_are_and_then_begins_earlier_requests() -> None:
     group = RankGroup(routes(2), SETTINGS, 0.0)
     assert group.step(CALL, 0.0) == []
     for rank in range(2):
@@ -121,7 +121,7 @@ def test_a_call_goes_to_all_ranks_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize("state", ["staging", "running"])
-def test_a_rank_that_ends_ends_what_is_open_with_its_name(state: str) -> None:
+def test_exit_of_a_rank_fails_open_requests_with_its_name(state: str) -> None:
     group = ready_crew()
     group.step(CALL, 0.0)
     if state == "running":
@@ -133,7 +133,7 @@ def test_a_rank_that_ends_ends_what_is_open_with_its_name(state: str) -> None:
     assert error_of([broken]) is failed.error
 
 
-def test_what_is_asked_of_a_broken_crew_fails_at_once() -> None:
+def test_request_to_a_broken_group_fails_at_once() -> None:
     group = ready_crew()
     group.step(RankExited(1, "killed by signal 9"), 0.0)
     [failed] = group.step(CALL, 0.0)
@@ -143,11 +143,11 @@ def test_what_is_asked_of_a_broken_crew_fails_at_once() -> None:
     assert group.step(RankExited(0, "killed"), 0.0) == []
 
 
-def test_a_rank_that_leaves_says_why() -> None:
+def test_rank_that_leaves_reports_the_reason() -> None:
     assert error_of(received(ready_crew(), RankLeft(0, "sigterm"))).cause == "sigterm"
 
 
-def test_a_silent_rank_is_gone() -> None:
+def test_silent_rank_is_lost() -> None:
     group = ready_crew()
     received(group, RankBeat(0, -1, 2), now_s=9.0)
     assert group.state is RankGroupState.READY
@@ -157,13 +157,13 @@ def test_a_silent_rank_is_gone() -> None:
     assert (lost.rank, lost.cause) == (1, "silent for 10 s")
 
 
-def test_a_rank_that_never_comes_is_gone_by_the_time_all_should_be_ready() -> None:
+def test_rank_that_never_connects_is_lost_at_the_ready_timeout() -> None:
     group = RankGroup(routes(2), SETTINGS, 0.0)
     received(group, RankHello(0, 100))
     assert error_of(group.step(Ticked(), 60.0)).cause == "not ready 60 s after its start"
 
 
-def test_a_rank_that_stays_in_a_failed_call_breaks_the_crew() -> None:
+def test_rank_stuck_in_a_failed_call_breaks_the_group() -> None:
     group = ready_crew()
     group.step(CALL, 0.0)
     received(group, CallStaged(0, 1))
@@ -175,7 +175,7 @@ def test_a_rank_that_stays_in_a_failed_call_breaks_the_crew() -> None:
     assert "ValueError: x" in lost.cause
 
 
-def test_a_message_that_was_lost_is_noticed_at_the_next_beat() -> None:
+def test_lost_message_is_detected_at_the_next_beat() -> None:
     group = ready_crew()
     assert received(group, RankBeat(1, -1, 2)) == []
     assert error_of(received(group, RankBeat(1, -1, 5))).cause == "2 of its messages were lost"
@@ -203,14 +203,14 @@ def test_all_ranks_report_tensors_and_receive_ended_steps() -> None:
     assert received(group, answers[1]) == [TensorReport(5, (answers[1], answers[0]), ())]
 
 
-def test_an_ended_step_is_never_taken_back() -> None:
+def test_ended_step_never_decreases() -> None:
     group = ready_crew()
     group.step(TensorsQueried(1, 7), 0.0)
     actions = group.step(TensorsQueried(2, -1), 0.0)
     assert sent(actions, ReadTensors)[0][1] == ReadTensors(7, 2)
 
 
-def test_a_rank_that_says_nothing_of_tensors_is_missing_and_breaks_nothing() -> None:
+def test_rank_without_a_tensor_report_is_listed_as_missing() -> None:
     group = ready_crew()
     group.step(TensorsQueried(5, 7), 0.0)
     answer = TensorsReported(0, 5, 7, 0, HELD, HELD)
@@ -230,14 +230,14 @@ def test_ranks_end_in_reverse_and_the_first_when_the_others_have() -> None:
     ]
 
 
-def test_an_end_before_all_are_ready_waits_for_no_rank() -> None:
+def test_end_before_all_are_ready_waits_for_no_rank() -> None:
     group = RankGroup(routes(2), SETTINGS, 0.0)
     received(group, RankHello(0, 100))
     cause = "not ready yet, and the user has gone"
     assert error_of(group.step(EndRequested("the user has gone"), 0.0)).cause == cause
 
 
-def test_an_end_fails_what_is_open() -> None:
+def test_end_fails_open_requests() -> None:
     group = ready_crew()
     group.step(CALL, 0.0)
     assert [
@@ -248,7 +248,7 @@ def test_an_end_fails_what_is_open() -> None:
     assert [type(each) for each in group.step(CALL, 0.0)] == [CallRaised]
 
 
-def test_strangers_and_the_dead_are_not_listened_to() -> None:
+def test_messages_of_strangers_and_lost_ranks_are_ignored() -> None:
     group = ready_crew()
     assert received(group, RankLeft(7, "who?")) == []
     group.step(RankExited(1, "killed"), 0.0)
@@ -256,7 +256,7 @@ def test_strangers_and_the_dead_are_not_listened_to() -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(0, 5))
-def test_without_trouble_every_call_runs_at_every_rank_in_one_order(
+def test_without_faults_every_call_runs_at_every_rank_in_one_order(
     seed: int, num_ranks: int, num_calls: int
 ) -> None:
     sim = Sim(seed, num_ranks, trouble=0.0, loss=0.0)
@@ -269,7 +269,7 @@ def test_without_trouble_every_call_runs_at_every_rank_in_one_order(
 
 @example(1459944, 3, 0.02)  # a lost RunCall, and the next one in time
 @given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([0.0, 0.02]))
-def test_whatever_fails_everything_asked_ends_once_and_none_runs_what_another_could_not_have(
+def test_every_request_ends_once_and_no_rank_runs_a_call_that_another_could_not_stage(
     seed: int, num_ranks: int, loss: float
 ) -> None:
     sim = Sim(seed, num_ranks, trouble=0.2, loss=loss)
@@ -324,14 +324,14 @@ def test_each_rank_receives_a_call_with_its_own_arguments() -> None:
     assert sent == [SendToAll(StageCall(3, 1, "actor", "train", 4), (b"0", b"1"))]
 
 
-def test_nothing_runs_before_all_have_their_arguments() -> None:
+def test_no_call_runs_before_all_ranks_have_its_arguments() -> None:
     calls = RankCalls(2, SETTLE_S)
     list(calls.make(made(1), 3))
     assert list(calls.staged(CallStaged(1, 1), 3)) == []
     assert list(calls.staged(CallStaged(0, 1), 3)) == [SendToAll(RunCall(3, 1))]
 
 
-def test_where_one_rank_cannot_have_its_arguments_none_runs_the_call() -> None:
+def test_call_that_one_rank_cannot_stage_runs_nowhere() -> None:
     calls = RankCalls(3, SETTLE_S)
     list(calls.make(made(1, 3), 3))
     dropped, failed = stage(calls, 1, "", "shard 7 is cleared", "owner gone")
@@ -361,7 +361,7 @@ def test_a_dropped_call_delays_no_rank() -> None:
     assert stage(calls, 1, "no", "")[-1] == SendToAll(RunCall(3, 2))
 
 
-def test_a_call_that_all_ranks_failed_at_says_so_of_the_first() -> None:
+def test_call_that_fails_everywhere_names_the_first_rank() -> None:
     calls = started()
     end(calls, 1, 1, "ValueError: b")
     failed = end(calls, 0, 1, "ValueError: a")
@@ -370,7 +370,7 @@ def test_a_call_that_all_ranks_failed_at_says_so_of_the_first() -> None:
     assert isinstance(failed[0].error, CallFailed)
 
 
-def test_a_rank_that_stays_in_a_call_at_which_another_failed_is_stuck() -> None:
+def test_rank_still_running_a_call_that_failed_elsewhere_is_stuck() -> None:
     calls = started()
     end(calls, 1, 1, "ValueError: b", now_s=10.0)
     assert calls.stuck(10.0 + SETTLE_S - 0.1) is None
@@ -380,7 +380,7 @@ def test_a_rank_that_stays_in_a_call_at_which_another_failed_is_stuck() -> None:
     assert "actor.train, which failed at rank 1: ValueError: b" in lost.cause
 
 
-def test_a_call_that_takes_long_is_not_stuck() -> None:
+def test_long_call_is_not_stuck() -> None:
     calls = started()
     end(calls, 1, 1, now_s=10.0)
     assert calls.stuck(1e9) is None
@@ -394,7 +394,7 @@ def test_messages_about_unknown_calls_change_nothing() -> None:
 
 
 @given(st.data())
-def test_whatever_the_order_each_call_ends_once_and_runs_in_its_turn(data: st.DataObject) -> None:
+def test_each_call_runs_in_order_and_ends_once(data: st.DataObject) -> None:
     num_ranks, num_calls = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
     calls = RankCalls(num_ranks, SETTLE_S)
     ran: list[int] = []

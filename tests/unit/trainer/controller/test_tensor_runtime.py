@@ -101,7 +101,7 @@ def test_ids_go_to_all_ranks_alike_and_each_once() -> None:
     assert ranks.asked == [[5, 6]]
 
 
-def test_without_targets_no_owner_is_asked() -> None:
+def test_clear_without_shards_contacts_no_owner() -> None:
     ranks = Ranks()
     nothing: list[tuple[object, ...]] = [(), ([],), ({"loss": 1.0},)]
     assert [clear_everywhere(Plane(), ranks, targets) for targets in nothing] == [0, 0, 0]
@@ -130,7 +130,7 @@ def test_an_owner_that_never_confirms_is_named_and_nothing_is_raised(
     assert warnings(caplog) == [f"tensors.not_cleared rank=1 num=2 why={why}"]
 
 
-def test_an_owner_that_is_no_rank_is_asked_itself_and_again(
+def test_owner_outside_the_ranks_is_contacted_directly_and_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     way = Way(OwnerGone(ELSEWHERE, "it hung up"), OwnerGone(ELSEWHERE, "it hung up"))
@@ -142,16 +142,14 @@ def test_an_owner_that_is_no_rank_is_asked_itself_and_again(
 
 
 @pytest.mark.parametrize("error", [OwnerGone(ELSEWHERE, "no"), AddressError("needs keys")])
-def test_an_owner_that_cannot_be_asked_is_named(
-    error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreachable_owner_is_named(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     way, ranks = Way(*[error] * CLEAR_TRIES), Ranks(BOTH)
     clear_everywhere(Plane(backend=way), ranks, [handle(5, ELSEWHERE)])
     (line,) = warnings(caplog)
     assert line.startswith(f"tensors.not_cleared owner={ELSEWHERE} num=1 why=")
 
 
-def test_what_this_process_owns_is_freed_here() -> None:
+def test_shards_of_this_process_are_freed_here() -> None:
     store = OwnerStore(StoreSettings(max_bytes=2**20), SystemClock())
     with contextlib.closing(store):
         plane, ranks = Plane(store), Ranks(TensorReport(1, (told_by(0), told_by(1)), ()))
@@ -189,7 +187,7 @@ def test_bytes_of_a_step_that_has_ended_are_a_leak_of_their_rank() -> None:
     assert list(find_leaks(held, 4, 0)) == [Leak(0, "step 3", 8), Leak(0, "step 4", 16)]
 
 
-def test_what_no_step_took_is_none() -> None:
+def test_shards_outside_steps_are_no_leak() -> None:
     assert list(find_leaks([RankTensors(0, of_steps(s_=8), NOTHING)], 4, 0)) == []
 
 
@@ -208,12 +206,12 @@ def test_a_running_call_may_view_and_copy_but_not_keep_ended_steps() -> None:
     assert list(find_leaks(held, 4, num_open=1)) == [Leak(1, "step 4", 8)]
 
 
-def test_a_process_says_of_which_step_its_copies_are() -> None:
+def test_process_reports_the_step_of_each_copy() -> None:
     plane = Plane(buffer=FetchBuffer(64))
     assert plane.buffer is not None
     plane.buffer.get_many([copied(-1, 8), copied(4, 16)], fetch)
     stored, buffered = held_tensors(plane)
     assert stored == NOTHING
     assert buffered == HeldTensors(2, 24, 0, ((-1, 8), (4, 16)))
-    told = [Leak(0, "buffered of no step", 8), Leak(0, "buffered of step 4", 16)]
-    assert list(find_leaks([RankTensors(0, stored, buffered)], 4, 0)) == told
+    expected = [Leak(0, "buffered of no step", 8), Leak(0, "buffered of step 4", 16)]
+    assert list(find_leaks([RankTensors(0, stored, buffered)], 4, 0)) == expected

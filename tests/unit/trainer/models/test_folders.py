@@ -41,7 +41,7 @@ def test_saved_folder_is_what_stock_transformers_loads(tiny_folder: Path, tmp_pa
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
 
 
-def test_newer_folder_takes_the_place_of_the_older_and_leaves_nothing_beside(
+def test_newer_folder_replaces_the_older_without_leftovers(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoint"
@@ -69,9 +69,7 @@ def test_folder_without_weights_is_refused(tiny_folder: Path, tmp_path: Path) ->
         load_model(tmp_path)
 
 
-def test_weights_that_are_handed_over_are_the_ones_that_are_written(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_given_weights_are_the_ones_written(tiny_folder: Path, tmp_path: Path) -> None:
     model = load_model(tiny_folder)
     state = {name: value.detach() * 2 for name, value in model.named_parameters()}
     save_model(model, tiny_folder, tmp_path / "twice", state)
@@ -79,15 +77,13 @@ def test_weights_that_are_handed_over_are_the_ones_that_are_written(
         assert value.equal(state[name])
 
 
-def test_a_face_names_the_class_for_engines_whatever_the_source_names(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_config_names_the_class_that_engines_need(tiny_folder: Path, tmp_path: Path) -> None:
     model = load_model(tiny_folder)
     model.config.architectures = None
     write_config_files(model, tiny_folder, tmp_path)
-    told = json.loads((tmp_path / "config.json").read_text())
-    assert told["architectures"] == ["Qwen3ForCausalLM"]
-    assert told["dtype"] == "float32", "as the weights are held"
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["dtype"] == "float32", "as the weights are held"
     assert (tmp_path / "tokenizer.json").is_file()
 
 
@@ -120,7 +116,7 @@ def fill(folder: Path, layout: FolderLayout, tensors: dict[str, torch.Tensor]) -
 
 
 @given(wholes, st.integers(1, 200))
-def test_what_is_written_where_it_belongs_is_what_safetensors_reads(
+def test_rows_written_in_place_are_what_safetensors_reads(
     tmp_path_factory: pytest.TempPathFactory, members: list[TensorSpec], max_bytes: int
 ) -> None:
     folder = tmp_path_factory.mktemp("layout")
@@ -136,14 +132,14 @@ def test_what_is_written_where_it_belongs_is_what_safetensors_reads(
             found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no dict
     assert found.keys() == noise.keys()
     for each in members:
-        told = found[each.name]
-        assert (told.dtype, tuple(told.shape)) == (each.dtype, each.shape)
-        assert told.reshape(-1).view(torch.uint8).equal(noise[each.name])
+        tensor = found[each.name]
+        assert (tensor.dtype, tuple(tensor.shape)) == (each.dtype, each.shape)
+        assert tensor.reshape(-1).view(torch.uint8).equal(noise[each.name])
         assert layout.spots[each.name].offset % each.dtype.itemsize == 0
 
 
 @given(wholes, st.integers(1, 200))
-def test_files_are_cut_before_they_are_too_large_and_the_table_names_each(
+def test_weights_are_split_into_shards_and_the_index_names_each(
     members: list[TensorSpec], max_bytes: int
 ) -> None:
     layout = plan_layout(members, "model", max_bytes)
@@ -162,7 +158,7 @@ def test_files_are_cut_before_they_are_too_large_and_the_table_names_each(
         assert table["metadata"]["total_size"] == sum(map(sum, inside.values()))
 
 
-def test_every_rank_that_knows_names_and_shapes_lays_out_alike() -> None:
+def test_layout_depends_only_on_names_and_shapes() -> None:
     members = [TensorSpec("a", torch.bfloat16, (2,)), TensorSpec("b", torch.float64, (3, 1))]
     layout = plan_layout(members, "model")
     assert layout == plan_layout(members, "model")

@@ -136,7 +136,7 @@ def prompts_of(folder: Path) -> tuple[Tokenizer, Prompts]:
     return tokenizer, Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
 
 
-def test_random_games_keep_to_the_hints_and_know_no_better() -> None:
+def test_random_games_use_the_hints_and_nothing_else() -> None:
     games = list(itertools.islice(random_games(ENV, random.Random(0)), 4000))
     first = Counter(game[0][0] for game in games)
     assert set(first) == set(range(1, 8))

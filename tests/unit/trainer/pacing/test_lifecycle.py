@@ -60,11 +60,13 @@ def versions() -> VersionSteps:
     return found
 
 
-def test_before_all_publications_there_is_the_version_that_engines_began_with() -> None:
+def test_version_of_the_first_weights_is_known_before_any_publication() -> None:
     assert dict(VersionSteps(max_staleness=2).steps) == {0: 0}
 
 
-def test_an_age_is_of_the_oldest_trained_token_and_counts_steps(versions: VersionSteps) -> None:
+def test_age_counts_steps_since_the_version_of_the_oldest_trained_token(
+    versions: VersionSteps,
+) -> None:
     samples = [sampled_by(2, 5), sampled_by(1, 2)]
     assert versions.age(samples, 6) == 6 - 2
     assert versions.age(samples[:1], 6) == 6 - 4
@@ -72,11 +74,11 @@ def test_an_age_is_of_the_oldest_trained_token_and_counts_steps(versions: Versio
     assert versions.newest_step({1, 5}) == 4
 
 
-def test_of_weights_with_two_names_the_newer_one_counts(versions: VersionSteps) -> None:
+def test_weights_published_twice_have_the_newer_version(versions: VersionSteps) -> None:
     assert [versions.named(step) for step in (0, 2, 3, 4)] == [0, 1, None, 5]
 
 
-def test_past_the_bound_are_all_that_fewer_steps_had_made(versions: VersionSteps) -> None:
+def test_versions_made_before_a_step_are_listed(versions: VersionSteps) -> None:
     before = {step: versions.made_before(step) for step in (0, 1, 2, 3, 4, 5)}
     assert before[0] == frozenset()
     assert before[1] == before[2] == {0}
@@ -84,18 +86,18 @@ def test_past_the_bound_are_all_that_fewer_steps_had_made(versions: VersionSteps
     assert before[5] == {0, 1, 2, 5}
 
 
-def test_an_unpublished_version_is_of_another_run(versions: VersionSteps) -> None:
+def test_unknown_version_is_of_another_run(versions: VersionSteps) -> None:
     assert versions.foreign({0, 2, 5}) == set()
     assert versions.foreign({2, 3, 9}) == {3, 9}
 
 
-def test_where_no_version_is_known_there_is_no_age(versions: VersionSteps) -> None:
+def test_age_of_unknown_versions_is_none(versions: VersionSteps) -> None:
     assert versions.age_of((1, 9), 6) == 4
     assert versions.age_of((9,), 6) is None
     assert versions.age_of((), 6) is None
 
 
-def test_the_oldest_are_forgotten_and_never_one_that_may_train() -> None:
+def test_only_versions_too_old_to_train_are_forgotten() -> None:
     versions = VersionSteps(max_staleness=2)
     newest = 3 * SPARE_VERSIONS
     for step in range(newest + 1):
@@ -104,7 +106,7 @@ def test_the_oldest_are_forgotten_and_never_one_that_may_train() -> None:
     assert list(versions.steps) == list(range(newest - SPARE_VERSIONS - 1, newest + 1))
 
 
-def test_versions_are_of_trained_tokens_alone() -> None:
+def test_versions_of_untrained_tokens_do_not_count() -> None:
     assert versions_of([sampled_by(3, 4), sampled_by(4, 6)]) == {3, 4, 6}
     assert versions_of([]) == frozenset()
     assert [spans_versions(sampled_by(*each)) for each in ((3, 4), (3, 3))] == [True, False]
@@ -164,7 +166,7 @@ def taken(actions: list[Action]) -> list[StepTaken]:
     return [each.taken for each in actions if isinstance(each, TrainGroups)]
 
 
-def test_a_group_waits_is_trained_and_is_gone_when_its_step_is_in_the_weights() -> None:
+def test_group_waits_trains_and_leaves_once_its_step_is_in_the_weights() -> None:
     run = Run()
     run.ask(0, 1)
     assert [run.come(seq, {0}, {0}) for seq in (0, 1)] == [
@@ -182,7 +184,7 @@ def test_a_group_waits_is_trained_and_is_gone_when_its_step_is_in_the_weights() 
     assert run.lifecycle.step(StepTrained()) == []
 
 
-def test_a_rollout_that_ends_without_a_result_is_dropped_and_makes_room() -> None:
+def test_group_that_ends_without_a_result_is_dropped_and_frees_its_place() -> None:
     run = Run()
     run.ask(0)
     assert run.fail(0) == GroupLeft(
@@ -192,14 +194,14 @@ def test_a_rollout_that_ends_without_a_result_is_dropped_and_makes_room() -> Non
     assert run.fail(0) == GroupLeft(group(0), GroupOutcome.NOT_REQUESTED), "it was here once"
 
 
-def test_a_group_in_which_nothing_trains_is_gone_and_makes_room() -> None:
+def test_group_without_samples_leaves_and_frees_its_place() -> None:
     run = Run()
     run.ask(0)
     assert run.come(0) == GroupLeft(group(0), GroupOutcome.UNTRAINABLE, GroupRequest(task(0)))
     assert (run.staleness.running, run.gone(), run.lifecycle.num_untrainable) == (0, [0], 1)
 
 
-def test_one_that_trains_is_a_new_beginning_after_barren_ones() -> None:
+def test_trainable_group_resets_the_count_of_barren_groups() -> None:
     run = Run()
     run.ask(0, 1)
     run.fail(0)
@@ -207,7 +209,7 @@ def test_one_that_trains_is_a_new_beginning_after_barren_ones() -> None:
     assert run.lifecycle.num_untrainable == 0
 
 
-def test_rollouts_that_failed_are_not_counted() -> None:
+def test_failed_rollouts_are_not_counted() -> None:
     run = Run()
     run.ask(0, 1, 2)
     run.come(0, {0})
@@ -220,7 +222,7 @@ def test_rollouts_that_failed_are_not_counted() -> None:
     ]
 
 
-def test_tokens_of_another_runs_weights_train_nothing_of_their_group() -> None:
+def test_group_with_versions_of_another_run_does_not_train() -> None:
     run = Run()
     run.ask(0)
     why = "foreign: policy version 7 is not of this run"
@@ -237,18 +239,18 @@ def test_an_unrequested_group_is_unknown_and_not_dropped() -> None:
     assert run.gone() == []
 
 
-@pytest.mark.parametrize("is_told_by_its_record", [False, True])
-def test_evaluations_are_measured_and_never_counted(is_told_by_its_record: bool) -> None:
+@pytest.mark.parametrize("is_eval_in_record", [False, True])
+def test_evaluations_are_measured_and_never_counted(is_eval_in_record: bool) -> None:
     run = Run()
-    run.ask(0, is_eval=not is_told_by_its_record)
-    assert run.staleness.running == SIZE * is_told_by_its_record
-    action = run.come(0, {0}, is_eval=is_told_by_its_record)
+    run.ask(0, is_eval=not is_eval_in_record)
+    assert run.staleness.running == SIZE * is_eval_in_record
+    action = run.come(0, {0}, is_eval=is_eval_in_record)
     assert isinstance(action, GroupLeft)
     assert (action.outcome, run.gone()) == (GroupOutcome.MEASURED, [0])
     assert (run.staleness.running, run.staleness.ready) == (0, 0)
 
 
-def test_an_evaluation_that_brings_nothing_is_unmeasured_and_no_sign() -> None:
+def test_evaluation_without_a_result_is_unmeasured_and_not_barren() -> None:
     run = Run()
     run.ask(0, is_eval=True)
     assert run.fail(0) == GroupLeft(
@@ -258,7 +260,7 @@ def test_an_evaluation_that_brings_nothing_is_unmeasured_and_no_sign() -> None:
 
 
 @pytest.mark.parametrize("policy", ["wait", "drop"])
-def test_one_that_is_too_old_leaves_with_its_age(policy: StalePolicy) -> None:
+def test_group_past_the_age_bound_leaves_with_its_age(policy: StalePolicy) -> None:
     run = Run(policy)
     run.ask(0)
     run.come(0, {0})
@@ -269,7 +271,7 @@ def test_one_that_is_too_old_leaves_with_its_age(policy: StalePolicy) -> None:
     assert (run.gone(), run.lifecycle.next_again()) == ([0], None)
 
 
-def test_the_task_of_one_that_is_too_old_is_asked_for_again_a_few_times() -> None:
+def test_task_of_a_stale_group_is_requested_again_a_limited_number_of_times() -> None:
     run = Run("requeue")
     again = None
     for num in range(MAX_REQUEUES):
@@ -289,7 +291,7 @@ def test_the_task_of_one_that_is_too_old_is_asked_for_again_a_few_times() -> Non
     assert (left.outcome, run.lifecycle.next_again()) == (GroupOutcome.STALE, None)
 
 
-def test_masked_are_the_versions_that_are_too_old_and_no_others() -> None:
+def test_only_versions_past_the_age_bound_are_masked() -> None:
     run = Run("mask")
     run.publish(1, 2, 3)
     run.ask(0, 1)
@@ -302,7 +304,7 @@ def test_masked_are_the_versions_that_are_too_old_and_no_others() -> None:
     assert run.staleness.histogram == {1: 2, 0: 2}
 
 
-def test_of_a_masked_group_those_rollouts_count_that_keep_a_token() -> None:
+def test_rollouts_of_a_masked_group_count_if_they_keep_a_token() -> None:
     run = Run("mask")
     run.publish(1, 2, 3)
     run.ask(0, 1)
@@ -311,7 +313,7 @@ def test_of_a_masked_group_those_rollouts_count_that_keep_a_token() -> None:
     assert run.lifecycle.step(TakeStep(3)) == [], "three of four"
 
 
-def test_asks_go_up_to_the_bound_and_to_what_is_needed() -> None:
+def test_requests_are_limited_by_the_bound_and_by_need() -> None:
     run = Run()
     run.ask(0, 1)
     assert [run.lifecycle.may_ask(num) for num in (2, 3)] == [False, True]
@@ -321,7 +323,7 @@ def test_asks_go_up_to_the_bound_and_to_what_is_needed() -> None:
     assert not run.lifecycle.may_ask(100), "two batches"
 
 
-def test_the_age_of_a_token_is_counted_in_steps_and_not_in_versions() -> None:
+def test_age_of_a_token_counts_steps_not_versions() -> None:
     run = Run()
     run.lifecycle.step(VersionCreated(7, 1))
     run.lifecycle.step(VersionPublished(1))
@@ -337,7 +339,7 @@ def test_the_age_of_a_token_is_counted_in_steps_and_not_in_versions() -> None:
 
 def earlier(**more: tuple[int, ...]) -> RecoveryPlan:
     """Steps 2 and 3 were taken after a checkpoint of two, which knows of the groups 0 to 3."""
-    told = History(
+    history = History(
         steps=(StepTaken(2, (group(5), group(4)), 0), StepTaken(3, (group(6), group(7)), 0)),
         results=tuple(
             StoredResult(group(seq), 1, "w", seq, 9) for seq in (4, 5, 6, 7, *more["ready"])
@@ -353,7 +355,7 @@ def earlier(**more: tuple[int, ...]) -> RecoveryPlan:
         num_drawn=13,
     )
     saved = LoopState(num_steps=2, step_of_version={0: 0, 2: 2}, ended={"r": [(0, 4)]})
-    return plan_recovery(saved, told)
+    return plan_recovery(saved, history)
 
 
 def test_a_restart_continues_with_what_earlier_incarnations_left() -> None:
@@ -370,7 +372,7 @@ def test_a_restart_continues_with_what_earlier_incarnations_left() -> None:
     assert run.lifecycle.num_untrainable == 0
 
 
-def test_drops_of_an_evaluation_that_goes_on_are_not_of_what_was_to_train() -> None:
+def test_dropped_evaluation_groups_do_not_count_as_training_drops() -> None:
     plan = earlier(ready=())
     [left] = Run().lifecycle.resume(plan)
     assert left.outcome is GroupOutcome.FAILED
@@ -379,7 +381,7 @@ def test_drops_of_an_evaluation_that_goes_on_are_not_of_what_was_to_train() -> N
     assert left.outcome is GroupOutcome.UNMEASURED
 
 
-def test_a_step_is_taken_again_with_its_own_groups_in_their_order() -> None:
+def test_step_is_retaken_with_its_own_groups_in_order() -> None:
     run = Run()
     plan = earlier(ready=())
     run.lifecycle.resume(plan)
@@ -392,7 +394,7 @@ def test_a_step_is_taken_again_with_its_own_groups_in_their_order() -> None:
         assert [each.group_id for each in left if isinstance(each, GroupLeft)] == [*step.group_ids]
 
 
-def test_a_step_is_taken_again_without_what_cannot_be_read() -> None:
+def test_step_is_retaken_without_unreadable_results() -> None:
     run = Run()
     [first, *_] = (plan := earlier(ready=())).redo
     run.lifecycle.resume(plan)
@@ -403,7 +405,7 @@ def test_a_step_is_taken_again_without_what_cannot_be_read() -> None:
     assert run.lifecycle.step(RetakeStep(plan.redo[1])) == [], "nothing of it is here"
 
 
-def test_no_step_is_taken_before_all_that_earlier_incarnations_left_is_here() -> None:
+def test_no_step_is_taken_before_all_earlier_results_are_read() -> None:
     run = Run("drop")
     run.lifecycle.resume(msgspec.structs.replace(earlier(ready=(8, 9)), redo=()))
     run.lifecycle.step(VersionPublished(2))
@@ -420,7 +422,7 @@ def test_no_step_is_taken_before_all_that_earlier_incarnations_left_is_here() ->
     assert taken(run.lifecycle.step(TakeStep(3)))
 
 
-def test_the_record_knows_the_task_of_results_that_earlier_incarnations_left() -> None:
+def test_task_of_an_earlier_result_comes_from_its_record() -> None:
     run = Run("requeue")
     run.lifecycle.resume(msgspec.structs.replace(earlier(ready=(8,)), redo=()))
     run.come(8, {0})
@@ -429,7 +431,7 @@ def test_the_record_knows_the_task_of_results_that_earlier_incarnations_left() -
 
 
 @pytest.mark.parametrize("policy", ["wait", "mask"])
-def test_a_step_is_taken_again_without_the_tokens_that_it_did_not_train_then(
+def test_retaken_step_masks_the_tokens_that_it_masked_before(
     policy: StalePolicy,
 ) -> None:
     for oldest_step, stale in ((0, frozenset[int]()), (2, frozenset({0}))):
@@ -443,7 +445,7 @@ def test_a_step_is_taken_again_without_the_tokens_that_it_did_not_train_then(
 
 
 @pytest.mark.parametrize(("policy", "oldest_step"), [("wait", 0), ("mask", 1)])
-def test_a_step_that_an_earlier_release_took_masks_what_the_settings_say(
+def test_retaken_step_of_an_earlier_release_masks_by_the_settings(
     policy: StalePolicy, oldest_step: int
 ) -> None:
     fields = msgspec.to_builtins(StepTaken(2, (group(5), group(4)), 7))
@@ -482,7 +484,7 @@ def test_groups_dropped_by_earlier_incarnations_stay_dropped_and_are_requested_a
     assert run.lifecycle.next_again() is None
 
 
-def test_a_checkpoint_holds_the_tasks_that_are_to_be_asked_for_again_or_are_open_so() -> None:
+def test_checkpoint_holds_the_tasks_to_request_again_and_the_repeated_open_ones() -> None:
     run, first, second = Run("requeue"), Again(group(70), 1), Again(group(71), 3)
     plan = earlier(ready=(8,))
     waiting = (PendingTask(task(70), first),)

@@ -85,7 +85,7 @@ def test_a_step_records_which_rollouts_of_a_group_trained(reports: Books) -> Non
     assert [row["step"] for row in reports.rows("trajectories.jsonl")] == [5, 5]
 
 
-def test_of_a_group_that_is_dropped_each_rollout_keeps_its_own_reason(reports: Books) -> None:
+def test_each_rollout_of_a_dropped_group_has_its_own_reason(reports: Books) -> None:
     reports.accounting.dropped(
         group([[sampled_by(2)], []], whole(0, 2), failed(1, 1)), 6, "stale: age 4"
     )
@@ -94,13 +94,13 @@ def test_of_a_group_that_is_dropped_each_rollout_keeps_its_own_reason(reports: B
     assert [row["step"] for row in reports.rows("trajectories.jsonl")] == [None, None]
 
 
-def test_a_barren_group_says_why(reports: Books) -> None:
+def test_group_without_samples_records_the_reason(reports: Books) -> None:
     why = reports.accounting.untrainable(group([[], []], failed(0, 1), whole(1, 1)), 2)
     assert why == "completed: nothing in it trains"
     assert reports.drops() == [(0, "agent_error: it broke", 1), (1, why, 1)]
 
 
-def test_a_rollout_that_masking_has_emptied_is_booked_once(reports: Books) -> None:
+def test_fully_masked_rollout_is_recorded_once(reports: Books) -> None:
     masked = group([[], [sampled_by(6)]], whole(0, 1), whole(1, 1, 6))
     masked.num_masked = {0: 2, 1: 1}
     reports.accounting.masked(masked, 7)
@@ -111,7 +111,7 @@ def test_a_rollout_that_masking_has_emptied_is_booked_once(reports: Books) -> No
     assert [row["num_masked"] for row in rows] == [2, 1]
 
 
-def test_of_a_group_without_a_result_those_that_came_are_seen_and_the_rest_is_not(
+def test_group_without_a_result_records_its_ended_rollouts_and_counts_the_rest(
     reports: Books,
 ) -> None:
     seen = tuple(SeenRollout(at, Outcome.COMPLETED, 7, (4, 2)) for at in range(6))
@@ -133,7 +133,7 @@ def test_an_evaluation_is_measured_and_never_counted(reports: Books) -> None:
     assert reports.drops() == [(None, "evaluation: deadline: over", None)]
 
 
-def test_a_stranger_leaves_a_row_and_no_count(reports: Books) -> None:
+def test_group_of_another_run_leaves_a_row_and_no_count(reports: Books) -> None:
     reports.accounting.not_requested(GROUP)
     assert reports.drops() == [(None, "of an earlier run", None)]
     assert reports.tally.num_dropped == 0
@@ -197,17 +197,17 @@ def test_faults_of_the_infrastructure_never_count(
         note(first, failed_group(HERE))
 
 
-def test_a_run_in_which_a_group_has_succeeded_goes_on(first: FirstFailures) -> None:
+def test_run_with_one_success_continues_despite_equal_failures(first: FirstFailures) -> None:
     note(first, failed_group(HERE), scored(), *[failed_group(HERE)] * (3 * NUM_ALIKE))
     assert first.has_succeeded
 
 
-def test_failures_at_different_places_are_not_alike(first: FirstFailures) -> None:
+def test_failures_at_different_places_are_not_counted_together(first: FirstFailures) -> None:
     note(first, *[failed_group(HERE), failed_group(ELSEWHERE)] * NUM_ALIKE)
     assert not first.has_succeeded
 
 
-def test_a_group_in_which_some_have_a_reward_has_not_failed(first: FirstFailures) -> None:
+def test_group_with_any_reward_has_not_failed(first: FirstFailures) -> None:
     half_failed = failed_group(HERE)
     half_failed.rollouts[1] = scored().rollouts[1]
     note(first, *[half_failed] * (3 * NUM_ALIKE))
@@ -221,19 +221,19 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     stage.records.close()
 
 
-def test_asks_fill_the_bound_and_no_more(stage: Stage) -> None:
+def test_pacer_requests_groups_up_to_the_bound(stage: Stage) -> None:
     stage.pacer.ask(MANY)
     stage.pacer.ask(MANY)
     assert len(stage.open()) == 4
     assert stage.lost() == 0
 
 
-def test_a_run_near_its_end_asks_for_what_it_will_take(stage: Stage) -> None:
+def test_run_near_its_end_requests_only_the_groups_it_needs(stage: Stage) -> None:
     stage.pacer.ask(num_needed=3)
     assert len(stage.open()) == 3
 
 
-def test_a_trained_batch_is_counted_and_written(stage: Stage) -> None:
+def test_trained_batch_is_counted_and_recorded(stage: Stage) -> None:
     stage.pacer.ask(MANY)
     for group_id in stage.open():
         stage.client.finish(group_id)
@@ -245,7 +245,7 @@ def test_a_trained_batch_is_counted_and_written(stage: Stage) -> None:
     assert [row["step"] for row in stage.rows("trajectories.jsonl")] == [0] * 8
 
 
-def test_a_batch_whose_step_fails_is_open_and_not_lost(stage: Stage) -> None:
+def test_batch_of_a_failed_step_stays_open(stage: Stage) -> None:
     stage.pacer.ask(MANY)
     for group_id in stage.open():
         stage.client.finish(group_id)
@@ -253,7 +253,7 @@ def test_a_batch_whose_step_fails_is_open_and_not_lost(stage: Stage) -> None:
     assert (stage.lost(), stage.tally.num_open) == (0, 16)
 
 
-def test_the_step_of_a_policy_version_is_known_for_as_long_as_it_may_train(stage: Stage) -> None:
+def test_step_of_a_policy_version_is_known_while_its_tokens_may_train(stage: Stage) -> None:
     stage.pacer.ask(MANY)
     first, second, *_ = stage.open()
     for policy_version in range(1, SPARE_VERSIONS + 10):
@@ -267,7 +267,7 @@ def test_the_step_of_a_policy_version_is_known_for_as_long_as_it_may_train(stage
     assert stage.tally.num_dropped == 4
 
 
-def test_tokens_of_another_runs_weights_are_dropped_by_name(stage: Stage) -> None:
+def test_group_with_versions_of_another_run_is_dropped_with_that_reason(stage: Stage) -> None:
     stage.pacer.ask(MANY)
     first, *_ = stage.open()
     stage.client.finish(first, policy_versions=(0, 30))
@@ -297,7 +297,7 @@ def test_a_failed_sibling_is_dropped_with_its_reason_and_the_rest_trains(
     assert stage.lost() == 0
 
 
-def test_a_group_in_which_nothing_trains_makes_room(stage: Stage) -> None:
+def test_group_without_samples_frees_its_place(stage: Stage) -> None:
     stage.pacer.ask(MANY)
     first, *_ = stage.open()
     stage.client.finish(first, dict.fromkeys(range(4), Outcome.AGENT_ERROR))
@@ -307,7 +307,7 @@ def test_a_group_in_which_nothing_trains_makes_room(stage: Stage) -> None:
     assert (stage.tally.num_dropped, stage.lost()) == (4, 0)
 
 
-def test_a_dropped_group_is_booked_and_makes_room(stage: Stage) -> None:
+def test_dropped_group_is_recorded_and_frees_its_place(stage: Stage) -> None:
     stage.pacer.ask(MANY)
     stage.client.drop(stage.open()[0], "attempts_exhausted: 3 have begun")
     stage.pacer.collect(0.0)
@@ -379,7 +379,7 @@ def test_evaluation_is_measured_and_never_counted(tmp_path: Path) -> None:
     stage.records.close()
 
 
-def test_evaluation_of_any_size_asks_for_a_window_at_a_time(
+def test_evaluation_of_any_size_is_requested_in_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pacer, "EVAL_WINDOW", 4)
@@ -396,15 +396,15 @@ def test_evaluation_of_any_size_asks_for_a_window_at_a_time(
     stage.records.close()
 
 
-def test_an_evaluation_does_not_wait_for_what_went_with_a_checkpoint(stage: Stage) -> None:
+def test_evaluation_does_not_wait_for_groups_in_the_checkpoint(stage: Stage) -> None:
     asked = {"before": [(0, 3)]}
-    told = History(evals=asked, num_asked=3, saved=StateSaved(gone=asked))
+    history = History(evals=asked, num_asked=3, saved=StateSaved(gone=asked))
     stage.tally.num_evals = 3
-    stage.pacer.resume(plan_recovery(LoopState(num_steps=0), told))
+    stage.pacer.resume(plan_recovery(LoopState(num_steps=0), history))
     assert stage.pacer.measure(3)
 
 
-def test_evaluation_writes_down_what_brought_no_result(tmp_path: Path) -> None:
+def test_evaluation_records_rollouts_without_a_result(tmp_path: Path) -> None:
     class Client(ClientThatFinishes):
         def take(self, timeout_s: float) -> list[Arrival]:
             for group_id in list(self.asked)[:1]:
@@ -426,13 +426,13 @@ def drop_groups(stage: Stage, num_groups: int) -> None:
         stage.pacer.collect(0.0)
 
 
-def test_an_environment_that_never_gives_anything_to_train_ends_the_run(stage: Stage) -> None:
+def test_environment_that_never_gives_samples_ends_the_run(stage: Stage) -> None:
     drop_groups(stage, 399)
     with pytest.raises(EnvError, match=r'env = "guess": the last 400 groups .*\(agent_error: it b'):
         drop_groups(stage, 1)
 
 
-def test_a_group_that_trains_is_a_new_beginning(stage: Stage) -> None:
+def test_trainable_group_resets_the_count_of_groups_without_samples(stage: Stage) -> None:
     drop_groups(stage, 399)
     stage.pacer.ask(num_needed=1)
     stage.client.finish(stage.open()[0])
@@ -443,7 +443,7 @@ def test_a_group_that_trains_is_a_new_beginning(stage: Stage) -> None:
     assert stage.lost() == 0
 
 
-def test_pacing_tells_what_is_under_way(stage: Stage) -> None:
+def test_pacing_state_counts_open_and_ready_groups(stage: Stage) -> None:
     stage.pacer.publishing(policy_version=5, step=2)
     stage.pacer.published(2)
     stage.pacer.ask(MANY)
@@ -451,7 +451,7 @@ def test_pacing_tells_what_is_under_way(stage: Stage) -> None:
     assert (pacing.running, pacing.capacity, pacing.oldest_version) == (16, 0, 5)
 
 
-def test_what_is_open_when_a_run_is_done_is_cancelled(stage: Stage) -> None:
+def test_open_groups_are_cancelled_when_the_run_is_done(stage: Stage) -> None:
     stage.pacer.ask(MANY)
     stage.client.finish(stage.open()[0])
     stage.pacer.collect(0.0)
@@ -460,7 +460,7 @@ def test_what_is_open_when_a_run_is_done_is_cancelled(stage: Stage) -> None:
     assert (stage.open(), stage.tally.num_dropped, stage.lost()) == ([], 12, 0)
 
 
-def test_what_is_to_come_is_what_runs_or_may_be_asked_for_of_what_the_run_takes(
+def test_expected_rollouts_are_those_running_or_still_allowed_and_needed(
     stage: Stage,
 ) -> None:
     assert [stage.pacer.num_to_come(needed) for needed in (MANY, 3, 0)] == [16, 12, 0]
@@ -472,7 +472,7 @@ def test_what_is_to_come_is_what_runs_or_may_be_asked_for_of_what_the_run_takes(
     assert [stage.pacer.num_to_come(needed) for needed in (MANY, 3)] == [12, 12]
 
 
-def test_what_the_next_batch_lacks_is_to_come_though_there_is_no_room_for_it_yet(
+def test_rollouts_missing_from_the_next_batch_are_expected_even_without_capacity(
     stage: Stage,
 ) -> None:
     stage.pacer.ask(MANY)

@@ -116,7 +116,7 @@ def assert_whole(group: ReadyGroup) -> None:
         assert sample.logprobs.tolist() == [0, 0, 0, -0.5, -0.25]
 
 
-def test_a_group_that_finds_no_room_waits_aside_and_is_brought_in(
+def test_group_without_space_waits_and_is_copied_in_later(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second, third, _ = world.arrive(4)
@@ -131,7 +131,7 @@ def test_a_group_that_finds_no_room_waits_aside_and_is_brought_in(
     assert_whole(third)
 
 
-def test_the_buffers_that_a_group_came_in_are_gone_once_it_is_cut(world: World) -> None:
+def test_received_buffers_are_freed_once_the_group_is_copied(world: World) -> None:
     world.client.finish(world.ask())
     (finished,) = world.client.take(0.0)
     assert isinstance(finished, Finished)
@@ -143,7 +143,7 @@ def test_the_buffers_that_a_group_came_in_are_gone_once_it_is_cut(world: World) 
     assert_whole(group)
 
 
-def test_the_newest_that_waits_makes_way(world: World) -> None:
+def test_newest_group_is_evicted_for_one_that_is_taken(world: World) -> None:
     first, second, third = world.arrive(3)
     assert world.queue.take(ids(third)) == [third]
     assert [world.is_inside(each) for each in (first, second, third)] == [True, False, True]
@@ -159,7 +159,7 @@ def test_a_waiting_batch_keeps_its_memory(world: World) -> None:
     assert [s.token_ids.ctypes.data for group in taken for s in group.all_samples()] == addresses
 
 
-def test_a_batch_larger_than_the_room_is_one_line_that_says_what_to_set(world: World) -> None:
+def test_batch_larger_than_the_store_is_one_line_that_names_the_setting(world: World) -> None:
     groups = world.arrive(3)
     with pytest.raises(ConfigError) as raised:
         world.queue.take(ids(*groups))
@@ -173,7 +173,7 @@ def test_a_batch_larger_than_the_room_is_one_line_that_says_what_to_set(world: W
     assert world.queue.take(ids(*groups[:2])) == groups[:2]
 
 
-def test_of_what_is_cleared_nothing_stays(world: World) -> None:
+def test_cleared_samples_leave_no_memory_in_use(world: World) -> None:
     groups = world.arrive(3)
     for group in groups[1:]:
         assert world.queue.pop(group.group_id) is group
@@ -390,7 +390,7 @@ def test_cleared_samples_are_freed_when_no_reference_is_left(
     assert arena.held_bytes == 0
 
 
-def test_what_does_not_fit_leaves_what_is_there(store: OwnerStore) -> None:
+def test_samples_that_do_not_fit_change_nothing_in_the_store(store: OwnerStore) -> None:
     allocator = StoreAllocator(store)
     samples = copy_samples(samples_of_lengths(4), allocator.allocate)
     with pytest.raises(StoreFull):
@@ -399,7 +399,7 @@ def test_what_does_not_fit_leaves_what_is_there(store: OwnerStore) -> None:
     assert_alike(samples, samples_of_lengths(4))
 
 
-def test_samples_that_leave_the_room_are_plain(store: OwnerStore) -> None:
+def test_samples_copied_out_of_the_store_are_plain_arrays(store: OwnerStore) -> None:
     allocator = StoreAllocator(store)
     samples = copy_samples(samples_of_lengths(4, 9), allocator.allocate)
     aside = copy_samples(samples, lay_plainly)
@@ -410,7 +410,7 @@ def test_samples_that_leave_the_room_are_plain(store: OwnerStore) -> None:
     assert [sample.handle for sample in aside] == [None, None]
 
 
-def test_a_plain_room_holds_everything() -> None:
+def test_local_allocator_has_no_limit() -> None:
     allocator = LocalAllocator()
     samples = copy_samples(samples_of_lengths(4, 9), allocator.allocate)
     assert_alike(samples, samples_of_lengths(4, 9))
@@ -442,12 +442,12 @@ def test_old_tokens_are_masked_and_runs_count_the_rest() -> None:
     assert sample.loss_mask.sum() == 4, "what was given is not written to"
 
 
-def test_neighbours_of_a_run_that_is_masked_become_one() -> None:
+def test_runs_beside_a_masked_run_are_joined() -> None:
     [left] = without_versions([sampled_by(6, 3, 6)], {3})
     assert left.runs == (SampledRun(2, 6, "engine-0"),)
 
 
-def test_samples_with_nothing_left_are_gone_and_the_others_share_the_weight() -> None:
+def test_fully_masked_samples_are_removed_and_the_others_share_their_weight() -> None:
     rollout = [sampled_by(2, 2, weight=0.4), sampled_by(2, 5, 5, weight=0.6)]
     [left] = without_versions(rollout, {2})
     assert left.weight == 1.0
@@ -458,7 +458,7 @@ def test_samples_with_nothing_left_are_gone_and_the_others_share_the_weight() ->
     rollout=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=4),
     stale=st.sets(st.integers(0, 4)),
 )
-def test_whatever_is_masked_weights_and_runs_add_up(
+def test_weights_and_runs_add_up_whichever_tokens_are_masked(
     rollout: list[list[int]], stale: set[int]
 ) -> None:
     left = without_versions([sampled_by(*versions) for versions in rollout], stale)
@@ -469,7 +469,7 @@ def test_whatever_is_masked_weights_and_runs_add_up(
         assert each.weight == pytest.approx(each.loss_mask.sum() / sum(counts))
 
 
-def test_what_is_too_old_is_masked_and_the_rest_trains(tmp_path: Path) -> None:
+def test_tokens_past_the_age_bound_are_masked_and_the_rest_trains(tmp_path: Path) -> None:
     stage = staged(tmp_path, "mask")
     stage.pacer.ask(MANY)
     old, mixed, *fresh = stage.open()
@@ -495,7 +495,7 @@ def test_what_is_too_old_is_masked_and_the_rest_trains(tmp_path: Path) -> None:
     stage.records.close()
 
 
-def test_a_rollout_of_which_masking_leaves_nothing_is_dropped_alone(tmp_path: Path) -> None:
+def test_fully_masked_rollout_is_dropped_without_its_siblings(tmp_path: Path) -> None:
     stage = staged(tmp_path, "mask")
     stage.pacer.ask(MANY)
     first, *rest = stage.open()

@@ -18,7 +18,7 @@ from rollmesh.trainer.pacing.requester import endless_tasks
 from tests.unit.trainer.pacing.pacer_stage import MANY, Stage, staged
 
 
-def test_the_task_of_a_requeued_group_is_asked_for_before_new_ones(tmp_path: Path) -> None:
+def test_requeued_task_is_requested_before_new_ones(tmp_path: Path) -> None:
     stage = staged(tmp_path, "requeue")
     stage.pacer.ask(MANY)
     first, *rest = stage.open()
@@ -38,7 +38,7 @@ def test_the_task_of_a_requeued_group_is_asked_for_before_new_ones(tmp_path: Pat
     stage.records.close()
 
 
-def test_where_tasks_end_none_was_asked_for(tmp_path: Path) -> None:
+def test_end_of_tasks_is_not_counted_as_a_request(tmp_path: Path) -> None:
     stage = Stage(tmp_path, num_tasks=3)
     with pytest.raises(StopIteration):
         stage.pacer.ask(MANY)
@@ -46,7 +46,7 @@ def test_where_tasks_end_none_was_asked_for(tmp_path: Path) -> None:
     stage.records.close()
 
 
-def test_an_ask_names_the_policy_version_that_its_pacing_counts_on(tmp_path: Path) -> None:
+def test_request_names_the_policy_version_that_pacing_assumes(tmp_path: Path) -> None:
     stage = staged(tmp_path, "wait")
     stage.pacer.publishing(policy_version=7, step=4)
     stage.pacer.ask(MANY)
@@ -71,25 +71,25 @@ class Posing(GuessEnv):
 TASK = Task(id="one", data={})
 
 
-def test_tasks_come_as_the_environment_poses_them() -> None:
+def test_tasks_keep_the_order_of_the_environment() -> None:
     tasks = endless_tasks(GuessEnv(), "guess", 0)
     posed = GuessEnv().tasks("train", 0)
     assert [next(tasks) for _ in range(20)] == [next(posed) for _ in range(20)]
 
 
 @pytest.mark.parametrize(
-    ("posed", "told"),
+    ("posed", "message"),
     [
         ((OSError("the data is gone\nmore"),), "failed after 1 tasks: OSError: the data is gone"),
         (({"id": "x"},), "failed after 1 tasks: TypeError: yielded dict in place of a Task"),
     ],
 )
-def test_a_mistake_is_reported_in_one_line(posed: tuple[Any, ...], told: str) -> None:
+def test_malformed_task_list_is_reported_in_one_line(posed: tuple[Any, ...], message: str) -> None:
     tasks = endless_tasks(Posing(TASK, *posed), "my:Env", 0)
     assert next(tasks) == TASK
     with pytest.raises(EnvError) as error:
         next(tasks)
-    assert str(error.value) == f'env = "my:Env": tasks("train") {told}'
+    assert str(error.value) == f'env = "my:Env": tasks("train") {message}'
 
 
 FIVE = [Task(id=str(number)) for number in range(5)]
@@ -110,10 +110,10 @@ def test_a_finite_split_is_repeated_in_shuffled_rounds() -> None:
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 5, 7, 23])
-def test_a_resumed_run_gets_the_tasks_that_it_would_have_got(num_before: int) -> None:
+def test_resumed_run_continues_with_the_same_tasks(num_before: int) -> None:
     assert ids(3, num_before, 20) == ids(3, 0, num_before + 20)[num_before:]
 
 
-def test_a_split_without_a_task_is_a_mistake() -> None:
+def test_empty_split_is_refused() -> None:
     with pytest.raises(EnvError, match=r'env = "my:Env": tasks\("train"\) returned no task'):
         next(endless_tasks(Posing(), "my:Env", 0))

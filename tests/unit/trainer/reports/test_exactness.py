@@ -47,10 +47,10 @@ def run_gap(num_tokens: int, total: float, largest: float) -> RunGap:
     return RunGap(num_tokens, total, largest, bounded, num_tokens if is_past else 0)
 
 
-def found(*told: tuple[SampledRun, float], held: int | None = HELD) -> GapFindings:
+def found(*measured: tuple[SampledRun, float], held: int | None = HELD) -> GapFindings:
     """Findings of samples with one run each, whose tokens are all off by the same."""
-    samples = [sample(each) for each, _ in told]
-    gaps = [[run_gap(each.num_tokens, gap * each.num_tokens, gap)] for each, gap in told]
+    samples = [sample(each) for each, _ in measured]
+    gaps = [[run_gap(each.num_tokens, gap * each.num_tokens, gap)] for each, gap in measured]
     return find_gaps(samples, gaps, held, BOUND)
 
 
@@ -66,9 +66,9 @@ def test_gaps_are_summed_run_by_run() -> None:
 @pytest.mark.parametrize("gap", [math.nan, math.inf])
 def test_a_gap_that_is_not_finite_counts_as_the_token_bound(gap: float) -> None:
     gaps = np.array([0.5, gap], np.float32)
-    [[told]] = measure(gaps, [sample(run(A, 2))], TOKEN_BOUND)
-    assert (told.bounded, told.num_past) == (1.5, 1)
-    assert not math.isfinite(told.largest)
+    [[only_run]] = measure(gaps, [sample(run(A, 2))], TOKEN_BOUND)
+    assert (only_run.bounded, only_run.num_past) == (1.5, 1)
+    assert not math.isfinite(only_run.largest)
 
 
 def test_runs_that_do_not_add_up_to_the_tokens_are_an_error() -> None:
@@ -76,7 +76,7 @@ def test_runs_that_do_not_add_up_to_the_tokens_are_an_error() -> None:
         measure(np.zeros(3, np.float32), [sample(run(A, 2))], TOKEN_BOUND)
 
 
-def test_exact_gaps_and_drift_are_apart_and_each_is_by_origin() -> None:
+def test_exact_gaps_and_drift_are_separate_and_counted_by_origin() -> None:
     one = sample(run(A, 2), run(B, 1), run(A, 3), run(A, 5, policy_version=6, cause="rewind"))
     gaps: Gaps = [run_gap(2, 0.02, 0.015), run_gap(1, 0.03, 0.03), run_gap(3, 0.04, 0.02)]
     findings = find_gaps([one], [[*gaps, run_gap(5, 4.0, 1.0)]], HELD, BOUND)
@@ -100,26 +100,26 @@ def test_a_sample_is_masked_for_exact_gaps_alone() -> None:
     assert found(good, past, older, held=6).masked == [2]
 
 
-def told(*gaps: float) -> bool:
+def is_masked(*gaps: float) -> bool:
     """Return whether a sample whose tokens are off by that much is masked."""
     one = sample(*[run(A) for _ in gaps])
     return find_gaps([one], [[run_gap(1, gap, gap) for gap in gaps]], HELD, BOUND).masked == [0]
 
 
-def test_a_sample_is_masked_by_its_mean_alone_however_far_one_token_is_off() -> None:
-    assert not told(0.15, 0.04)
-    assert told(0.15, 0.06)
-    assert not told(50.0, *[0.0] * 30)
-    assert told(50.0, *[0.0] * 3)
+def test_sample_is_masked_by_its_mean_gap_not_by_one_token() -> None:
+    assert not is_masked(0.15, 0.04)
+    assert is_masked(0.15, 0.06)
+    assert not is_masked(50.0, *[0.0] * 30)
+    assert is_masked(50.0, *[0.0] * 3)
 
 
-def test_tokens_of_older_weights_do_not_make_up_for_those_that_are_off() -> None:
+def test_tokens_of_older_weights_do_not_lower_the_mean_gap() -> None:
     one = sample(run(A), run(A, 9, policy_version=6))
     findings = find_gaps([one], [[run_gap(1, 0.2, 0.2), run_gap(9, 0.0, 0.0)]], HELD, BOUND)
     assert findings.masked == [0]
 
 
-def test_a_masked_sample_counts_for_the_origins_that_are_off_alone() -> None:
+def test_masked_sample_counts_only_for_origins_past_the_bound() -> None:
     one, other = sample(run(A), run(B)), sample(run(A), run(B, 9))
     gaps = [
         [run_gap(1, 0.0, 0.0), run_gap(1, 0.5, 0.5)],
@@ -160,8 +160,8 @@ def test_common_origin_of_masked_samples_is_named() -> None:
     forked = [(run(A, cause="template"), 0.5), (run(A), 0.0)]
     assert found(*forked).only == {"fork_cause": "template"}
     assert found((run(A), 0.0)).only == {}
-    told = found((run(A), 0.0), (run(B), 0.5), (run(B), 0.4))
-    assert (told.only, told.max_gap) == ({"engine": B}, 0.5)
+    findings = found((run(A), 0.0), (run(B), 0.5), (run(B), 0.4))
+    assert (findings.only, findings.max_gap) == ({"engine": B}, 0.5)
 
 
 def test_totals_of_a_run_add_up_and_are_bounded() -> None:

@@ -25,7 +25,7 @@ from tests.unit.trainer.samples import new_sample
 
 A, B, C = "http://a", "http://b", "http://c"
 HELD, BOUND = 7, 0.1
-Told = tuple[SampledRun, float]
+MeasuredRun = tuple[SampledRun, float]
 
 
 def run(
@@ -34,20 +34,23 @@ def run(
     return SampledRun(1, policy_version, engine, dialect, cause)
 
 
-def found(*told: Told, held: int = HELD) -> GapFindings:
+def found(*measured: MeasuredRun, held: int = HELD) -> GapFindings:
     """Findings of samples with one token each, which is off by that much."""
-    samples = [new_sample([1, 1], [0, 1], runs=(each,)) for each, _ in told]
+    samples = [new_sample([1, 1], [0, 1], runs=(each,)) for each, _ in measured]
     return find_gaps(
-        samples, [[RunGap(1, gap, gap, bounded=gap, num_past=0)] for _, gap in told], held, BOUND
+        samples,
+        [[RunGap(1, gap, gap, bounded=gap, num_past=0)] for _, gap in measured],
+        held,
+        BOUND,
     )
 
 
-def blamed(*told: Told) -> list[str]:
+def blamed(*measured: MeasuredRun) -> list[str]:
     """The engines blamed after a first step."""
-    return [fault.engine for fault in FaultyEngineDetector().judge(found(*told))]
+    return [fault.engine for fault in FaultyEngineDetector().judge(found(*measured))]
 
 
-def test_an_engine_is_at_fault_beside_one_that_is_not() -> None:
+def test_engine_is_at_fault_if_another_is_not() -> None:
     [fault] = FaultyEngineDetector().judge(found(*[(run(B), 0.5)] * 4, *[(run(A), 0.01)] * 4))
     assert (fault.engine, fault.policy_version) == (B, HELD)
     assert fault.why == (
@@ -56,9 +59,11 @@ def test_an_engine_is_at_fault_beside_one_that_is_not() -> None:
     )
 
 
-def test_two_faulty_engines_are_both_found_by_one_witness() -> None:
-    told = [(run(engine), gap) for engine, gap in ((A, 0.5), (B, 0.0), (C, 0.7)) for _ in range(4)]
-    assert blamed(*told) == [A, C]
+def test_two_faulty_engines_are_found_with_one_good_engine() -> None:
+    measured = [
+        (run(engine), gap) for engine, gap in ((A, 0.5), (B, 0.0), (C, 0.7)) for _ in range(4)
+    ]
+    assert blamed(*measured) == [A, C]
 
 
 @pytest.mark.parametrize(
@@ -76,11 +81,13 @@ def test_two_faulty_engines_are_both_found_by_one_witness() -> None:
         ([(run(B, policy_version=6), 0.5)] * 4, [(run(A), 0.0)] * 8),  # drift
     ],
 )
-def test_no_engine_is_blamed_without_enough_evidence(liars: list[Told], honest: list[Told]) -> None:
+def test_no_engine_is_blamed_without_enough_evidence(
+    liars: list[MeasuredRun], honest: list[MeasuredRun]
+) -> None:
     assert blamed(*liars, *honest) == []
 
 
-def test_a_turn_over_two_engines_blames_the_one_whose_tokens_are_off() -> None:
+def test_turn_over_two_engines_blames_only_the_faulty_one() -> None:
     samples = [new_sample([1, 1, 1], [0, 1, 1], seq, runs=(run(A), run(B))) for seq in range(4)]
     findings = find_gaps(
         samples,
@@ -98,11 +105,13 @@ def test_a_turn_over_two_engines_blames_the_one_whose_tokens_are_off() -> None:
     assert [fault.engine for fault in FaultyEngineDetector().judge(findings)] == [B]
 
 
-def test_steps_with_few_samples_add_up_and_a_blamed_engine_starts_again() -> None:
+def test_evidence_adds_up_over_steps_and_restarts_after_a_fault() -> None:
     suspicion, faults = FaultyEngineDetector(), []
     for step in range(3 * MIN_SAMPLES):
-        told = (run(A, step), 0.0), (run(B, step), 0.5)
-        faults.append([fault.policy_version for fault in suspicion.judge(found(*told, held=step))])
+        measured = (run(A, step), 0.0), (run(B, step), 0.5)
+        faults.append(
+            [fault.policy_version for fault in suspicion.judge(found(*measured, held=step))]
+        )
     blamed_at = [step for step, each in enumerate(faults) if each == [step]]
     assert blamed_at == [3, 7, 11]
     assert sum(map(len, faults)) == len(blamed_at)
@@ -116,7 +125,7 @@ def test_repaired_engine_is_not_blamed_for_its_past() -> None:
     assert suspicion.judge(found(*[(run(B), 0.5)] * 3)) != []
 
 
-def test_old_evidence_is_no_witness() -> None:
+def test_old_evidence_is_ignored() -> None:
     for num_between, is_known in ((MEMORY_STEPS - 1, True), (MEMORY_STEPS, False)):
         suspicion = FaultyEngineDetector()
         suspicion.judge(found(*[(run(A), 0.0)] * 4))

@@ -22,13 +22,13 @@ def test_run_with_steps_gets_a_learning_curve(tmp_path: Path) -> None:
     assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_without_steps_gets_none(tmp_path: Path) -> None:
+def test_run_without_steps_gets_no_learning_curve(tmp_path: Path) -> None:
     write(tmp_path, [])
     draw_learning(tmp_path)
     assert not (tmp_path / "learning.png").exists()
 
 
-def test_a_torn_last_row_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_last_row_is_ignored(tmp_path: Path) -> None:
     write(tmp_path, [step(0)], tail=b'{"step": 1, "rew')
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0]
 

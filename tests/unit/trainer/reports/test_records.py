@@ -226,7 +226,7 @@ def books(tmp_path: Path) -> Iterator[Books]:
     books.records.close()
 
 
-def test_a_rollout_that_came_has_a_row_with_all_that_is_known(books: Books) -> None:
+def test_dropped_rollout_has_a_row_with_all_that_is_known(books: Books) -> None:
     place = ErrorPlace("ValueError", "/h/my_env.py", 15, "run")
     error = "ValueError: no tool (my_env.py:15 in run)"
     seen = SeenRollout(1, Outcome.AGENT_ERROR, 40, (3, 5), error, place)
@@ -264,7 +264,7 @@ def test_drops_outside_training_are_written_and_not_counted(books: Books) -> Non
     assert books.tally.num_dropped == 0
 
 
-def test_every_row_is_one_that_bias_reads(books: Books) -> None:
+def test_bias_report_reads_every_drop_row(books: Books) -> None:
     books.ledger.rollout(
         DROPPED_GROUP, "t", SeenRollout(0, Outcome.COMPLETED, 4, ()), "foreign: v9", None
     )

@@ -167,7 +167,7 @@ def test_the_share_of_pairs_is_counted_with_ties_as_halves(
     assert swapped.p == pytest.approx(found.p)
 
 
-def test_the_probability_is_that_of_shuffled_groups() -> None:
+def test_probability_equals_that_of_shuffled_groups() -> None:
     """Compare with a permutation test, which assumes nothing."""
     chance = random.Random(0)
     first = [float(chance.randint(2, 12)) for _ in range(20)]
@@ -184,7 +184,7 @@ def test_the_probability_is_that_of_shuffled_groups() -> None:
     assert found.p == pytest.approx(num_as_far / 4000, rel=0.25)
 
 
-def test_a_textbook_example() -> None:
+def test_rank_sum_matches_a_textbook_example() -> None:
     """U = 11 of 36 pairs; sd = sqrt(6 * 6 / 12 * 13); z = (18 - 11 - 1/2) / sd = 1.0408."""
     found = rank_sum([1, 2, 4, 5, 8, 12], [3, 6, 7, 9, 10, 11])
     assert found is not None
@@ -192,7 +192,7 @@ def test_a_textbook_example() -> None:
     assert found.p == pytest.approx(0.2980, abs=1e-4)
 
 
-def test_equal_values_differ_in_nothing() -> None:
+def test_equal_values_show_no_difference() -> None:
     found = rank_sum([1.0] * 9, [1.0] * 9)
     assert found is not None
     assert (found.share_larger, found.p) == (0.5, 1.0)

@@ -9,17 +9,17 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 
 def one_by_one(folder: Path, rows: list[dict[str, Any]]) -> list[Tensor]:
-    """Log-probs of each row's trained tokens."""
+    """Return the log-probs of each row's trained tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    told = []
+    logprobs = []
     for each in rows:
         ids_T = each["token_ids"].long()
         with torch.no_grad():
             scaled_TV = model(ids_T[None]).logits[0] / each.get("temperature", 1.0)
         logprobs_TV = scaled_TV.log_softmax(-1)
         logprobs_T = logprobs_TV[:-1].gather(1, ids_T[1:, None])[:, 0]
-        told.append(logprobs_T[each["loss_mask"][1:]])
-    return told
+        logprobs.append(logprobs_T[each["loss_mask"][1:]])
+    return logprobs
 
 
 def write_soft_capped(folder: Path) -> None:

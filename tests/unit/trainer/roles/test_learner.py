@@ -15,11 +15,11 @@ def batch_of(*rows: Row) -> RowBatch:
 
 
 def packed(rows: list[Any], weights: list[float], group_size: int, max_tokens: int) -> list[Any]:
-    told = pack_rows(rows, weights, group_size, max_tokens, "cpu")
-    return [batch.members for batch in told]
+    batches = pack_rows(rows, weights, group_size, max_tokens, "cpu")
+    return [batch.members for batch in batches]
 
 
-def test_rows_stand_one_after_the_other_and_each_trained_token_knows_what_is_before_it() -> None:
+def test_rows_are_concatenated_and_each_trained_token_has_its_predecessor() -> None:
     batch = batch_of(row([5, 6, 7, 8], num_prompt=2), row([9, 4]))
     assert batch.token_ids_T.tolist() == [5, 6, 7, 8, 9, 4]
     assert batch.starts == (0, 4, 6)
@@ -36,29 +36,29 @@ def test_without_a_mask_all_but_the_first_token_trains() -> None:
 
 def test_a_column_has_an_entry_for_each_trained_token_or_each_token_or_is_a_number() -> None:
     batch = batch_of(
-        row([5, 6, 7, 8], num_prompt=2, told=torch.tensor([0.5, 1.5])),
-        row([9, 4, 3], num_prompt=2, told=torch.tensor([7.0, 8.0, 9.0])),
-        row([1, 2, 3], told=4),
+        row([5, 6, 7, 8], num_prompt=2, note=torch.tensor([0.5, 1.5])),
+        row([9, 4, 3], num_prompt=2, note=torch.tensor([7.0, 8.0, 9.0])),
+        row([1, 2, 3], note=4),
     )
-    assert batch.column("told").tolist() == [0.5, 1.5, 9.0, 4.0, 4.0]
+    assert batch.column("note").tolist() == [0.5, 1.5, 9.0, 4.0, 4.0]
 
 
-def test_where_a_row_says_nothing_it_says_what_is_usual() -> None:
-    batch = batch_of(row([5, 6, 7]), row([9, 4], told=3.0))
-    assert batch.column("told", torch.tensor([1.0, 2.0, 8.0])).tolist() == [1.0, 2.0, 3.0]
+def test_missing_column_has_its_default() -> None:
+    batch = batch_of(row([5, 6, 7]), row([9, 4], note=3.0))
+    assert batch.column("note", torch.tensor([1.0, 2.0, 8.0])).tolist() == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(
     ("rows", "named"),
     [
-        ([row([5, 6, 7], told=1.0), row([5, 6])], "told: a row has no such column"),
-        ([row([5, 6, 7], told=torch.zeros(5))], r"told: \[5\] entries for a row of 3 tokens, 2 tr"),
-        ([row([5, 6, 7], told=torch.zeros(1))], r"told: \[1\] entries for a row of 3 tokens, 2 tr"),
+        ([row([5, 6, 7], note=1.0), row([5, 6])], "note: a row has no such column"),
+        ([row([5, 6, 7], note=torch.zeros(5))], r"note: \[5\] entries for a row of 3 tokens, 2 tr"),
+        ([row([5, 6, 7], note=torch.zeros(1))], r"note: \[1\] entries for a row of 3 tokens, 2 tr"),
     ],
 )
 def test_a_column_that_does_not_fit_is_named(rows: list[Row], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        batch_of(*rows).column("told")
+        batch_of(*rows).column("note")
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_a_row_that_cannot_train_is_refused(wrong: Row, named: str) -> None:
         batch_of(wrong)
 
 
-def test_values_are_added_up_and_given_back_row_by_row() -> None:
+def test_values_are_summed_and_split_by_row() -> None:
     batch = batch_of(row([5, 6, 7]), row([9, 4], num_prompt=2), row([1, 2]))
     values_N = torch.tensor([1.0, 2.0, 4.0])
     assert batch.sums(values_N).tolist() == [3.0, 0.0, 4.0]
     assert [each.tolist() for each in batch.split(values_N)] == [[1.0, 2.0], [], [4.0]]
 
 
-def test_each_row_is_found_alone_with_the_positions_kept_in_it() -> None:
+def test_rows_can_be_read_one_by_one_with_their_kept_positions() -> None:
     batch = batch_of(row([5, 6, 7, 8], num_prompt=2), row([9, 4]))
     alone = [(ids.tolist(), kept.tolist()) for ids, kept in batch.alone(batch.before_N)]
     assert alone == [([5, 6, 7, 8], [1, 2]), ([9, 4], [0])]

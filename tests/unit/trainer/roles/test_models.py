@@ -44,7 +44,7 @@ def test_logprobs_are_those_of_each_row_alone(
     assert_alike(role.logprobs(rows, [1.0] * 5 + [0.0]), one_by_one(any_folder, rows))
 
 
-def test_text_costs_what_transformers_says_it_does(context: RankContext, folder: Path) -> None:
+def test_text_loss_equals_that_of_transformers(context: RankContext, folder: Path) -> None:
     rows = drawn(2, *LENGTHS)
     logprobs = torch.cat(one_by_one(folder, rows))
     report = LanguageModel(context, str(folder), UNCLIPPED).train_text(rows, 0)
@@ -73,7 +73,7 @@ def test_a_step_is_the_same_however_its_rows_are_packed(
     assert float((after[0][0] - one_by_one(any_folder, rows)[0]).abs().max()) > 0.05
 
 
-def test_padding_weighs_nothing(context: RankContext, folder: Path) -> None:
+def test_padding_has_no_weight(context: RankContext, folder: Path) -> None:
     rows = drawn(4, *LENGTHS)
     plain, padded = (LanguageModel(context, str(folder), UNCLIPPED) for _ in range(2))
     report = plain.train_text(rows[:4], 0)
@@ -81,7 +81,7 @@ def test_padding_weighs_nothing(context: RankContext, folder: Path) -> None:
     assert all(map(torch.equal, padded.logprobs(rows), plain.logprobs(rows)))
 
 
-def test_a_step_on_nothing_but_padding_still_makes_its_forward_pass(
+def test_step_with_only_padding_still_runs_its_forward(
     context: RankContext, any_folder: Path
 ) -> None:
     role = LanguageModel(context, str(any_folder), UNCLIPPED)
@@ -90,14 +90,14 @@ def test_a_step_on_nothing_but_padding_still_makes_its_forward_pass(
     assert (report["loss"], report["grad_norm"], report["num"]) == (0.0, 0.0, 0.0)
 
 
-def test_without_a_trainer_it_is_frozen(context: RankContext, folder: Path) -> None:
+def test_model_without_a_trainer_is_frozen(context: RankContext, folder: Path) -> None:
     role, rows = LanguageModel(context, str(folder)), drawn(5, *LENGTHS)
     with pytest.raises(ConfigError, match="trainer: a role without it is frozen"):
         role.train_text(rows, 0)
     assert_alike(role.logprobs(rows), one_by_one(folder, rows))
 
 
-def test_a_preference_begins_at_the_surprise_of_a_coin(context: RankContext, folder: Path) -> None:
+def test_preference_loss_begins_at_log_2(context: RankContext, folder: Path) -> None:
     role, rows = LanguageModel(context, str(folder), UNCLIPPED), drawn(6, *LENGTHS)
     for each, logprobs in zip(rows, role.logprobs(rows), strict=True):
         each["reference"] = logprobs
@@ -109,7 +109,7 @@ def test_a_preference_begins_at_the_surprise_of_a_coin(context: RankContext, fol
     assert (second["won"], second["margin"] > 0) == (1.0, True)
 
 
-def test_a_policy_makes_likelier_what_did_better_and_says_how_far_it_went(
+def test_policy_step_favours_higher_rewards_and_reports_the_change(
     context: RankContext, folder: Path
 ) -> None:
     rows = drawn(7, 8, 8)
@@ -130,7 +130,7 @@ def test_a_policy_makes_likelier_what_did_better_and_says_how_far_it_went(
     assert second["clip_fraction"] > 0
 
 
-def test_leaving_the_reference_has_its_price(context: RankContext, folder: Path) -> None:
+def test_kl_penalty_is_added_to_the_loss(context: RankContext, folder: Path) -> None:
     rows = [row([5, 6, 7, 8], advantages=0.0, reference=-9.0)]
     plain, dear = (
         LanguageModel(context, str(folder), UNCLIPPED, {"kl_coef": coef}) for coef in (0.0, 0.5)
@@ -141,7 +141,7 @@ def test_leaving_the_reference_has_its_price(context: RankContext, folder: Path)
     assert report["kl"] > 0
 
 
-def test_what_an_older_policy_sampled_weighs_by_how_likely_it_is_now(
+def test_tokens_of_an_older_policy_are_weighted_by_importance(
     context: RankContext, folder: Path
 ) -> None:
     rows = drawn(8, 9)
@@ -153,7 +153,9 @@ def test_what_an_older_policy_sampled_weighs_by_how_likely_it_is_now(
     assert role.train_policy(rows, 0)["loss"] == pytest.approx(-3.0, rel=1e-4)
 
 
-def test_what_it_saves_says_the_same(context: RankContext, folder: Path, tmp_path: Path) -> None:
+def test_saved_model_gives_the_same_logprobs(
+    context: RankContext, folder: Path, tmp_path: Path
+) -> None:
     role, rows = LanguageModel(context, str(folder), UNCLIPPED), drawn(9, *LENGTHS)
     role.train_text(rows, 0)
     role.save(str(tmp_path / "saved"))
@@ -183,24 +185,22 @@ def head_one_by_one(folder: Path, rows: list[dict[str, Any]]) -> list[Tensor]:
         return [model(each["token_ids"].long()[None]).logits[0, :, 0] for each in rows]
 
 
-def told(rows: list[dict[str, Any]], **columns: list[Any]) -> list[dict[str, Any]]:
-    """The rows with these columns."""
+def with_columns(rows: list[dict[str, Any]], **columns: list[Any]) -> list[dict[str, Any]]:
+    """Return the rows with these columns added."""
     return [
         {**each, **{name: column[at] for name, column in columns.items()}}
         for at, each in enumerate(rows)
     ]
 
 
-def test_of_a_language_model_a_new_head_says_nothing_of_anything(
-    context: RankContext, folder: Path
-) -> None:
+def test_new_head_on_a_language_model_returns_zero(context: RankContext, folder: Path) -> None:
     role, rows = ScalarModel(context, str(folder)), drawn(1, *LENGTHS)
     assert role.rewards(rows) == [0.0] * 6
     assert [each.count_nonzero().item() for each in role.values(rows)] == [0] * 6
 
 
 @pytest.mark.parametrize("max_tokens", [20, 4096])
-def test_values_stand_before_each_trained_token_and_a_reward_at_the_last(
+def test_values_are_before_each_trained_token_and_a_reward_at_the_last(
     context: RankContext, scorer_folder: Path, max_tokens: int
 ) -> None:
     rows = drawn(1, *LENGTHS)
@@ -211,7 +211,7 @@ def test_values_stand_before_each_trained_token_and_a_reward_at_the_last(
     assert role.rewards(rows) == pytest.approx([float(each[-1]) for each in heads], abs=1e-5)
 
 
-def test_a_reward_model_of_sequence_classification_is_taken_as_it_is(
+def test_sequence_classification_model_is_used_unchanged(
     context: RankContext, folder: Path, tmp_path: Path
 ) -> None:
     with torch.random.fork_rng(devices=[]):
@@ -238,10 +238,10 @@ def test_a_reward_model_learns_which_of_two_is_better(context: RankContext, fold
     assert all(better > worse for better, worse in zip(rewards[::2], rewards[1::2], strict=True))
 
 
-def test_advantages_are_whitened_over_rows_that_weigh_something(
+def test_advantages_are_whitened_over_rows_with_weight(
     context: RankContext, scorer_folder: Path
 ) -> None:
-    rows = told(drawn(3, *LENGTHS), reward=[1.0, 0.0, 2.0, 0.0, 1.0, 50.0])
+    rows = with_columns(drawn(3, *LENGTHS), reward=[1.0, 0.0, 2.0, 0.0, 1.0, 50.0])
     role = ScalarModel(context, str(scorer_folder), TRAINER, {"discount": 0.9, "trace": 0.8})
     columns = role.advantages(rows, [1.0] * 5 + [0.0])
     plain = []
@@ -261,8 +261,8 @@ def test_advantages_are_whitened_over_rows_that_weigh_something(
     )
 
 
-def test_each_token_pays_for_leaving_the_reference(context: RankContext, folder: Path) -> None:
-    rows = told(
+def test_kl_penalty_applies_to_each_token(context: RankContext, folder: Path) -> None:
+    rows = with_columns(
         drawn(4, 6),
         reward=[1.0],
         proximal=[torch.tensor([-1.0, -1.0, -1.0])],
@@ -274,13 +274,11 @@ def test_each_token_pays_for_leaving_the_reference(context: RankContext, folder:
     assert returns_N.tolist() == pytest.approx([1.0 - 0.2 + 0.1, 1.0 + 0.1, 1.0 + 0.1])
 
 
-def test_a_critic_comes_closer_to_the_returns_and_is_held_by_its_clip(
-    context: RankContext, folder: Path
-) -> None:
+def test_critic_approaches_the_returns_within_its_clip(context: RankContext, folder: Path) -> None:
     rows = drawn(5, *LENGTHS)
     free = ScalarModel(context, str(folder), TRAINER, {"value_clip": 1e9})
     held = ScalarModel(context, str(folder), TRAINER, {"value_clip": 0.05})
-    rows = told(rows, returns=[2.0] * 6, values=free.values(rows))
+    rows = with_columns(rows, returns=[2.0] * 6, values=free.values(rows))
     losses = [free.train_values(rows, step)["loss"] for step in range(8)]
     assert losses[0] == pytest.approx(2.0)
     assert losses[-1] < 0.5 * losses[0]

@@ -39,7 +39,7 @@ def trainer(
         yield rank
 
 
-def test_the_reference_stays_what_the_actor_began_as(trainer: PlainRank) -> None:
+def test_reference_keeps_the_actors_first_weights(trainer: PlainRank) -> None:
     rows = drawn(1, *LENGTHS)
     before = trainer.call("reference.logprobs", rows)
     for step in range(2):
@@ -50,7 +50,7 @@ def test_the_reference_stays_what_the_actor_began_as(trainer: PlainRank) -> None
         trainer.call("reference.train_text", rows, 2)
 
 
-def test_a_first_step_of_each_is_what_its_formula_says(trainer: PlainRank) -> None:
+def test_first_step_of_each_recipe_matches_its_formula(trainer: PlainRank) -> None:
     rows = [
         {**row, "reward": float(at % 2 == 0), "group": at // 2}
         for at, row in enumerate(drawn(2, *LENGTHS))
@@ -65,11 +65,11 @@ def test_a_first_step_of_each_is_what_its_formula_says(trainer: PlainRank) -> No
     }
 
 
-def test_siblings_are_compared_within_their_group_and_nowhere_else(
+def test_siblings_are_compared_only_within_their_group(
     trainer: PlainRank, context: RankContext, folder: Path
 ) -> None:
     rows = drawn(3, *LENGTHS)
-    told = [
+    grouped = [
         {**row, "reward": reward, "group": group}
         for row, reward, group in zip(rows, (5, 5, 3, 1, 7, 7), "aabbcc", strict=True)
     ]
@@ -79,10 +79,10 @@ def test_siblings_are_compared_within_their_group_and_nowhere_else(
     report = by_hand.train_policy(
         [{**row, "advantages": each} for row, each in zip(rows, due, strict=True)], 0
     )
-    assert RECIPES["grpo"].step(trainer, told, 0) == pytest.approx(report, abs=1e-3)
+    assert RECIPES["grpo"].step(trainer, grouped, 0) == pytest.approx(report, abs=1e-3)
 
 
-def test_a_step_of_ppo_is_held_near_where_it_began_and_not_where_training_did(
+def test_ppo_clips_against_the_start_of_the_step_not_of_the_run(
     trainer: PlainRank, context: RankContext, folder: Path
 ) -> None:
     rows = [{**row, "reward": float(at)} for at, row in enumerate(drawn(4, *LENGTHS))]
@@ -90,12 +90,12 @@ def test_a_step_of_ppo_is_held_near_where_it_began_and_not_where_training_did(
     critic = ScalarModel(context, str(folder), {"learning_rate": 1e-2}, {"trace": 1.0})
     for step in range(2):
         columns = critic.advantages(rows) | {"proximal": actor.logprobs(rows)}
-        told = [
+        prepared = [
             {**row, **{name: column[at] for name, column in columns.items()}}
             for at, row in enumerate(rows)
         ]
         for _ in range(PPO_EPOCHS):
-            values, policy = critic.train_values(told, step), actor.train_policy(told, step)
+            values, policy = critic.train_values(prepared, step), actor.train_policy(prepared, step)
         report = RECIPES["ppo"].step(trainer, rows, step)
         assert report["clip_fraction"] == policy["clip_fraction"] > 0
         assert report["loss"] == pytest.approx(policy["loss"], rel=1e-4, abs=1e-5)
@@ -147,7 +147,7 @@ def train(roles: Here, *steps: int) -> list[Any]:
     ]
 
 
-def test_all_that_learn_go_on_bit_by_bit(
+def test_learning_roles_resume_bit_by_bit(
     context: RankContext, folder: Path, tmp_path: Path
 ) -> None:
     one, other = new(context, folder), new(context, folder)
@@ -164,9 +164,7 @@ def test_all_that_learn_go_on_bit_by_bit(
     assert train(other, 2, 3) == expected
 
 
-def test_what_is_frozen_has_nothing_to_keep(
-    context: RankContext, folder: Path, tmp_path: Path
-) -> None:
+def test_frozen_role_has_no_snapshot(context: RankContext, folder: Path, tmp_path: Path) -> None:
     roles = SavedRoles(new(context, folder), ["reference"])
     roles.snapshot(tmp_path)
     assert roles.is_snapshot_written()

@@ -49,7 +49,7 @@ class ModelEngine:
     def __init__(self) -> None:
         self.label = self.weights = 0
         self.is_up, self.is_paused = True, False
-        self.life = 0
+        self.num_starts = 0
         self.adapter = ""
         self.broken: UpdatePhase | None = None
         """The phase whose call fails."""
@@ -94,7 +94,7 @@ class ModelEngine:
         self.adapter = ""
         self.label = self.weights = 0
         self.is_paused = False
-        self.life += 1
+        self.num_starts += 1
 
     def probed(self, ask: ProbeEngine | ContinueEngine) -> EngineProbed:
         if self.is_up and isinstance(ask, ContinueEngine):
@@ -103,7 +103,7 @@ class ModelEngine:
             url=ask.url,
             serial=ask.serial,
             ok=self.is_up,
-            incarnation=f"i{self.life}",
+            incarnation=f"i{self.num_starts}",
             policy_version=self.label,
             adapter=self.adapter,
         )
@@ -120,7 +120,7 @@ class Mesh:
     def __init__(self, *urls: str, lease_s: float = 10.0) -> None:
         self.settings = PublisherSettings(lease_s=lease_s, name="run")
         self.publisher = Publisher(self.settings)
-        self.life = 0
+        self.num_starts = 0
         self.fleet = new_fleet()
         self.is_deaf = False
         """The router receives nothing."""
@@ -164,7 +164,7 @@ class Mesh:
     def deliver(self, rng: random.Random | None = None) -> None:
         """Deliver all waiting messages; with `rng`, drop some."""
         for message in [] if self.is_deaf else take(self.to_fleet, rng):
-            self.tend_fleet(Received(b"publisher-%d" % self.life, message))
+            self.tend_fleet(Received(b"publisher-%d" % self.num_starts, message))
         for probe in take(self.probes, None):
             self.tend_fleet(self.engines[probe.url].probed(probe))
         for message in take(self.to_publisher, rng):
@@ -185,7 +185,7 @@ class Mesh:
 
     def kill(self) -> None:
         """Kill the publisher with everything in progress and start another incarnation."""
-        self.life += 1
+        self.num_starts += 1
         self.publisher = Publisher(self.settings)
         for queue in (self.to_fleet, self.to_publisher, self.calls):
             queue.clear()

@@ -54,13 +54,17 @@ def test_versions_count_up_and_settle_once(tmp_path: Path, background: Backgroun
     assert weights.policy_version == 2
 
 
-def test_old_folders_go_and_the_newest_stay(tmp_path: Path, background: BackgroundLoop) -> None:
+def test_old_folders_are_removed_and_the_newest_stay(
+    tmp_path: Path, background: BackgroundLoop
+) -> None:
     weights = WeightVersions(tmp_path, background)
     folders = [publish(weights, step) for step in range(4)]
     assert [folder.is_dir() for folder in folders] == [False, False, True, True]
 
 
-def test_the_newest_is_so_by_number(tmp_path: Path, background: BackgroundLoop) -> None:
+def test_newest_folder_is_the_one_with_the_highest_number(
+    tmp_path: Path, background: BackgroundLoop
+) -> None:
     weights = WeightVersions(tmp_path, background)
     weights.policy_version = 999_998
     folders = [publish(weights, step) for step in range(3)]
@@ -68,7 +72,7 @@ def test_the_newest_is_so_by_number(tmp_path: Path, background: BackgroundLoop) 
     assert [folder.is_dir() for folder in folders] == [False, True, True]
 
 
-def test_a_folder_that_an_engine_reads_stays_until_it_has(
+def test_folder_is_kept_while_an_engine_reads_it(
     tmp_path: Path, background: BackgroundLoop
 ) -> None:
     read: set[Path] = {tmp_path / "v000001"}
@@ -101,7 +105,7 @@ def test_weights_that_cannot_be_written_end_the_run(
         weights.settled(PATIENCE_S)
 
 
-def test_training_goes_on_while_a_publication_runs(
+def test_training_continues_during_a_publication(
     tmp_path: Path, background: BackgroundLoop
 ) -> None:
     gate = threading.Event()
@@ -178,7 +182,7 @@ def rows(records: RunRecords) -> list[dict[str, Any]]:
     return [msgspec.json.decode(line) for line in lines]
 
 
-def test_each_refusal_is_logged_and_recorded_once_and_so_is_its_end(records: RunRecords) -> None:
+def test_each_refusal_and_its_end_are_logged_and_recorded_once(records: RunRecords) -> None:
     refusals = RefusalMonitor(records, NEVER_S)
     with capture_logs() as logs:
         for refusal in (None, REFUSAL, REFUSAL, None, None):
@@ -191,7 +195,7 @@ def test_each_refusal_is_logged_and_recorded_once_and_so_is_its_end(records: Run
     assert (entry["log_level"], entry["error"]) == ("error", f"no engine serves: {REFUSAL.reason}")
 
 
-def test_run_ends_where_no_engine_accepts_for_too_long(records: RunRecords) -> None:
+def test_run_ends_if_no_engine_accepts_for_too_long(records: RunRecords) -> None:
     refusals = RefusalMonitor(records, AT_ONCE_S)
     refusals.observe(None, all_asleep=False)
     refusals.observe(REFUSAL, all_asleep=True)
@@ -201,7 +205,7 @@ def test_run_ends_where_no_engine_accepts_for_too_long(records: RunRecords) -> N
     assert REFUSAL.reason in str(ended.value)
 
 
-def test_newer_publications_that_are_refused_too_do_not_start_the_clock_again(
+def test_newer_refused_publications_do_not_restart_the_timeout(
     records: RunRecords,
 ) -> None:
     refusals = RefusalMonitor(records, AT_ONCE_S)
@@ -210,7 +214,7 @@ def test_newer_publications_that_are_refused_too_do_not_start_the_clock_again(
         refusals.observe(Refusal(8, 7, "why"), all_asleep=False)
 
 
-def test_a_fleet_that_sleeps_refuses_nothing(records: RunRecords) -> None:
+def test_sleeping_fleet_is_not_a_refusal(records: RunRecords) -> None:
     refusals = RefusalMonitor(records, AT_ONCE_S)
     for _ in range(3):
         refusals.observe(REFUSAL, all_asleep=True)

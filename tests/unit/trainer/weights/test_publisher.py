@@ -233,7 +233,7 @@ def test_publisher_that_is_overtaken_as_it_drains_gives_its_engine_back() -> Non
     assert [answer.ok for answer in answers if isinstance(answer, FleetAnswered)] == [True]
 
 
-def test_update_that_changed_nothing_is_found_out_by_the_probe() -> None:
+def test_probe_detects_an_update_that_changed_nothing() -> None:
     mesh = Mesh(A)
     mesh.run(1.0)
     mesh.engines[A].is_idle = True
@@ -254,7 +254,7 @@ def tolerant(*urls: str) -> Mesh:
     return mesh
 
 
-def test_small_step_that_the_tolerance_hides_is_found_by_the_last_proof() -> None:
+def test_small_ignored_step_is_detected_against_the_last_proof() -> None:
     mesh = tolerant(A, B)
     mesh.engines[A].is_idle = True
     mesh.publish(target(2))
@@ -324,7 +324,7 @@ def test_engine_that_accepts_after_the_publication_has_failed_is_reported() -> N
     assert mesh.accepted == [1]
 
 
-def test_dead_engine_does_not_hold_up_the_others() -> None:
+def test_dead_engine_does_not_delay_the_others() -> None:
     mesh = Mesh(A, B)
     mesh.engines[A].is_up = False
     mesh.run(1.0)
@@ -334,7 +334,7 @@ def test_dead_engine_does_not_hold_up_the_others() -> None:
     assert mesh.reports[0].failed
 
 
-def test_engine_that_restarts_later_is_brought_up_again() -> None:
+def test_engine_that_restarts_later_is_updated_again() -> None:
     mesh = Mesh(A)
     mesh.run(1.0)
     mesh.publish(target(1))
@@ -388,7 +388,7 @@ def test_restarted_publisher_does_not_wait_for_its_old_lease(num_calls: int) -> 
     assert [report.updated for report in mesh.reports] == [(A,)]
 
 
-def test_newer_target_replaces_one_that_is_on_its_way() -> None:
+def test_newer_target_replaces_the_current_one() -> None:
     mesh = Mesh(A)
     mesh.run(1.0)
     mesh.publish(target(1))

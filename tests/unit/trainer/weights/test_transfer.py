@@ -32,7 +32,7 @@ from rollmesh.trainer.weights.transfer import (
 from tests.unit.trainer.weights.random_weights import random_weights, read
 
 
-def test_every_kind_of_tensor_is_found_as_it_was(tmp_path: Path) -> None:
+def test_every_dtype_and_shape_is_restored_exactly(tmp_path: Path) -> None:
     weights = random_weights(seed=0)
     buffer = WeightBuffer()
     part = buffer.store(weights, set(weights), tmp_path)
@@ -194,7 +194,7 @@ class FakeTransport:
         self.carried.append(payload.policy_version)
 
     async def finish(self) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -368,7 +368,7 @@ async def test_finish_waits_for_loads_that_begin_while_the_file_is_written(
     assert transport.carried == [7]
 
 
-async def test_a_folder_that_an_engine_reads_is_known(
+async def test_folder_that_an_engine_reads_is_reported(
     payload: Payload, client: EngineBackend, engine: ScriptedEngine
 ) -> None:
     transfer = Transfer(None, TIMEOUT_S)
@@ -380,7 +380,7 @@ async def test_a_folder_that_an_engine_reads_is_known(
     assert not transfer.is_loading(Path(payload.folder))
 
 
-async def test_a_disk_that_refuses_is_one_line_that_names_the_folder(payload: Payload) -> None:
+async def test_disk_error_is_one_line_that_names_the_folder(payload: Payload) -> None:
     partial_path(Path(payload.folder)).rename(Path(payload.folder).with_name("elsewhere"))
     with pytest.raises(ModelError, match="v000007: cannot be written: no such file") as caught:
         await Transfer(None, TIMEOUT_S).begin(payload)
@@ -398,7 +398,7 @@ def fill(payload: Payload) -> None:
     (partial_path(Path(payload.folder)) / "model.safetensors").symlink_to("/dev/full")
 
 
-async def test_a_file_that_a_full_disk_refused_is_written_when_there_is_room(
+async def test_file_refused_by_a_full_disk_is_written_once_there_is_space(
     payload: Payload, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_module, "RETRY_FILE_S", 0.01)
@@ -413,7 +413,7 @@ async def test_a_file_that_a_full_disk_refused_is_written_when_there_is_room(
         assert one.equal(other)
 
 
-async def test_a_close_ends_the_wait_for_room(payload: Payload) -> None:
+async def test_close_ends_the_wait_for_space(payload: Payload) -> None:
     fill(payload)
     transfer = Transfer(None, TIMEOUT_S)
     beginning = asyncio.create_task(transfer.begin(payload))

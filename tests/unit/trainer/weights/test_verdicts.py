@@ -106,7 +106,7 @@ def test_coarse_weights_that_a_step_does_not_reach_may_score_as_before() -> None
     assert judge(scored(0.0), 2, probe(0.05, coarse=0.05), proof, TOLERANCE).stuck
 
 
-def test_another_text_is_compared_with_nothing() -> None:
+def test_probes_of_another_text_are_not_compared() -> None:
     other = Probe((7, 8, 9), shifted(0.05))
     verdict = judge(scored(0.0), 2, other, first(), TOLERANCE)
     assert verdict.stuck == ""

@@ -36,7 +36,7 @@ def test_buckets_hold_every_byte_once_and_in_order(max_bytes: int) -> None:
         assert len(pieces) == 1 or sum(each.num_bytes for each in pieces) <= max_bytes
 
 
-def test_a_bucket_names_the_memory_of_its_rank() -> None:
+def test_bucket_names_its_ranks_memory() -> None:
     paths = [part.path for bucket in buckets(PARTS, 1000) for part in bucket]
     assert paths == ["/a", "/b"]
 
@@ -46,7 +46,7 @@ def test_engines_of_this_host_are_met_on_loopback() -> None:
 
 
 @pytest.mark.parametrize("info", [{}, {"tp_size": 4}, {"dp_size": 2, "enable_dp_attention": True}])
-def test_ranks_of_one_tensor_parallel_group_are_taken(info: dict[str, Any]) -> None:
+def test_ranks_of_one_tensor_parallel_group_are_accepted(info: dict[str, Any]) -> None:
     check_ranks("http://a", info)
 
 
@@ -65,7 +65,7 @@ def test_engines_that_arrived_for_a_version_are_expected_at_the_next() -> None:
         assert expected.is_complete is (policy_version > 0), "at the first the engines are unknown"
 
 
-def test_missing_engine_is_expected_once_and_one_that_refused_not_at_all() -> None:
+def test_missing_engine_is_expected_once_and_a_refusing_one_never() -> None:
     expected = ExpectedEngines()
     for url in ("a", "b", "c"):
         expected.add(url, 1)

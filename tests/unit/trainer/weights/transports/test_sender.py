@@ -13,11 +13,11 @@ from rollmesh.trainer.weights.transports import sender
 from rollmesh.trainer.weights.transports.sender import PROGRAM, JoinGroup, ShareParts, WeightSender
 
 
-async def started(*words: str, **environ: str) -> asyncio.subprocess.Process:
+async def started(*argv: str, **environ: str) -> asyncio.subprocess.Process:
     """Start Python with these arguments, and pipes."""
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(
-        sys.executable, *words, stdin=pipe, stdout=pipe, limit=100, env=environ
+        sys.executable, *argv, stdin=pipe, stdout=pipe, limit=100, env=environ
     )
 
 
@@ -77,7 +77,7 @@ class UnkillableProcess:
 
 
 @pytest.mark.parametrize("way", ["close", "end"])
-async def test_sender_that_the_kernel_does_not_release_is_killed_and_left(
+async def test_sender_that_does_not_exit_is_killed_and_abandoned(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender, "END_S", 0.01)

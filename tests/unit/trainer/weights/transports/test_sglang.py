@@ -39,23 +39,23 @@ class Sglang:
     async def _load(self, request: web.Request) -> web.Response:
         name = (await request.json())["lora_name"]
         if name in self.loaded:
-            return _told(f"LoRA with name {name} already exists")
+            return _reply(f"LoRA with name {name} already exists")
         self.loaded = [*self.loaded, name][-self.max_loaded :]
-        return _told()
+        return _reply()
 
     async def _unload(self, request: web.Request) -> web.Response:
         name = (await request.json())["lora_name"]
         if name not in self.loaded:
-            return _told(f"LoRA with name {name} does not exist")
+            return _reply(f"LoRA with name {name} does not exist")
         self.loaded.remove(name)
-        return _told()
+        return _reply()
 
     async def _rename(self, request: web.Request) -> web.Response:
         self.policy_version = (await request.json())["new_version"]
-        return _told()
+        return _reply()
 
 
-def _told(failure: str = "") -> web.Response:
+def _reply(failure: str = "") -> web.Response:
     answer: dict[str, Any] = {"success": not failure, "error_message": failure, "message": failure}
     return web.json_response(answer, status=400 if failure else 200)
 
@@ -102,15 +102,13 @@ async def test_interrupted_attempt_is_repeated(sglang: Sglang, client: EngineBac
     assert sglang.loaded == ["rollmesh-v2"]
 
 
-async def test_whole_weights_drop_the_adapters_of_ours_alone(
-    sglang: Sglang, client: EngineBackend
-) -> None:
+async def test_full_weights_drop_only_our_adapters(sglang: Sglang, client: EngineBackend) -> None:
     sglang.loaded = ["my-own", "rollmesh-v1"]
     await drop_adapters(client)
     assert sglang.loaded == ["my-own"]
 
 
-def test_folder_without_a_config_of_an_adapter_has_none(tmp_path: Path) -> None:
+def test_folder_without_an_adapter_config_has_no_adapter(tmp_path: Path) -> None:
     assert adapter_in(7, tmp_path) == ""
     (tmp_path / "adapter_config.json").touch()
     assert adapter_in(7, tmp_path) == "rollmesh-v7"

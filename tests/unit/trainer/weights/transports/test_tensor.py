@@ -42,9 +42,9 @@ with socket.create_server(("127.0.0.1", 0)) as listening:
 
 
 @contextmanager
-def listener(*words: str, folder: Path) -> Iterator[str]:
+def listener(*arguments: str, folder: Path) -> Iterator[str]:
     """Start Python with these arguments; yield the address where it listens."""
-    argv = [sys.executable, *words]
+    argv = [sys.executable, *arguments]
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, cwd=folder) as process:
         assert process.stdin
@@ -64,11 +64,11 @@ def sglang(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("words", ["-m sglang.launch_server --port 0", "bin/sglang serve"])
+@pytest.mark.parametrize("command", ["-m sglang.launch_server --port 0", "bin/sglang serve"])
 def test_sglang_with_our_folders_shares_memory_and_a_stopped_one_does_not(
-    words: str, sglang: Path
+    command: str, sglang: Path
 ) -> None:
-    with listener(*words.split(), folder=sglang) as address:
+    with listener(*command.split(), folder=sglang) as address:
         assert shares_our_memory(address)
     assert not shares_our_memory(address)
 
