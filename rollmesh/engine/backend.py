@@ -34,7 +34,7 @@ UNBOUNDED_S = 86_400.0
 """For commands that take effect whenever they arrive and so must not be abandoned: the caller waits
 until the engine answers or its connection ends."""
 READ_TIMEOUT_S = 5.0
-"""For what an engine answers from memory."""
+"""For what an engine answers from memory, where no setting limits it."""
 
 
 TopLogprobs = tuple[tuple[float, int], ...]
@@ -221,13 +221,15 @@ class BackendFactory(Protocol):
         vocab_size: int = 2**31,
         key: str | None = None,
         control_timeout_s: float = CONTROL_TIMEOUT_S,
+        read_timeout_s: float = READ_TIMEOUT_S,
     ) -> EngineBackend:
         """Return a client of the engine at `url` that uses `http`.
 
         Token ids, sent or received, must be below `vocab_size`; by default any id is valid. `key`
         is the engine's API key (default: the one given to this process, if any).
-        `control_timeout_s` is `engine.control_timeout_s`. AddressError if `url` is more than
-        scheme, host and port.
+        `control_timeout_s` is `engine.control_timeout_s`. `read_timeout_s` limits each of
+        `model_info`, `server_info`, `loads` and `adapters`; the probe of an engine passes
+        `engine.probe_timeout_s`. AddressError if `url` is more than scheme, host and port.
         """
 
 

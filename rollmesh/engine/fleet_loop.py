@@ -50,7 +50,7 @@ async def probe_engine(
     """Resume the engine first if `ask` is a ContinueEngine; then read its weights, incarnation and
     load."""
     try:
-        client = (connect or backend_factory())(ask.url, http)
+        client = (connect or backend_factory())(ask.url, http, read_timeout_s=timeout_s)
         async with asyncio.timeout(timeout_s):
             if isinstance(ask, ContinueEngine):
                 await client.resume()

@@ -322,6 +322,7 @@ class SglangBackend:
         vocab_size: int = 2**31,
         key: str | None = None,
         control_timeout_s: float = CONTROL_TIMEOUT_S,
+        read_timeout_s: float = READ_TIMEOUT_S,
     ) -> None:
         """Arguments and errors: see `BackendFactory`."""
         if why := why_no_engine_url(url):
@@ -330,6 +331,7 @@ class SglangBackend:
         self._http = http
         self._vocab_size = vocab_size
         self._control_timeout_s = control_timeout_s
+        self._read_timeout_s = read_timeout_s
         key = process_engine_key() if key is None else key
         bearer = (("Authorization", f"Bearer {key}"),) if key else ()
         self._headers = (*_JSON, *bearer)
@@ -417,7 +419,7 @@ class SglangBackend:
         return await self._call("POST", path, [msgspec.json.encode(body)], timeout_s)
 
     async def _get(self, path: str) -> bytes:
-        return await self._call("GET", path, (), READ_TIMEOUT_S)
+        return await self._call("GET", path, (), self._read_timeout_s)
 
     async def _call(self, method: str, path: str, body: Sequence[bytes], timeout_s: float) -> bytes:
         to = target(method, self.url + path, self._headers)

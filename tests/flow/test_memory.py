@@ -10,6 +10,7 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -252,10 +253,20 @@ async def post(gateway: Gateway, opened: Mapping[str, str], body: bytes) -> int:
         return response.status
 
 
-async def half_sent(gateway: Gateway, opened: Mapping[str, str]) -> asyncio.StreamWriter:
-    """A call whose last byte is not sent."""
+@asynccontextmanager
+async def half_sent(gateway: Gateway, opened: Mapping[str, str]) -> AsyncIterator[None]:
+    """Hold a call open whose last byte is not sent."""
     host, _, port = gateway.address.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
+    try:
+        await send_most(writer, opened)
+        yield
+    finally:
+        writer.transport.abort()
+
+
+async def send_most(writer: asyncio.StreamWriter, opened: Mapping[str, str]) -> None:
+    """Send all of a call except its last byte."""
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
         "Content-Length: {}\r\nx-api-key: {}\r\n\r\n"
@@ -263,7 +274,6 @@ async def half_sent(gateway: Gateway, opened: Mapping[str, str]) -> asyncio.Stre
     writer.write(head.format(BODY_BYTES + 1, opened["api_key"]).encode())
     writer.write(b'{"messages":[{"role":"user","content":"' + b"y" * (BODY_BYTES - 39))
     await writer.drain()
-    return writer
 
 
 async def trims(gateway: Gateway) -> float:
@@ -296,22 +306,21 @@ async def test_a_gateway_counts_held_bytes_within_a_quarter_of_resident_memory(
         for opened in (*sessions, last):
             assert await post(gateway, opened, shown(rng)) == 200
             provider.seen.clear()
-        writer = await half_sent(gateway, sessions[0])
-        num_trims = await trims(gateway)
-        await gateway.admin("DELETE", f"/admin/sessions/{last['session_id']}")
-        async with asyncio.timeout(PATIENCE_S):
-            while await trims(gateway) == num_trims:
-                pass
-        held = await counted(gateway)
-        assert held["bodies"] >= BODY_BYTES
-        held_bytes = sum(held.values())
-        assert held_bytes >= 200 * MIB
+        async with half_sent(gateway, sessions[0]):
+            num_trims = await trims(gateway)
+            await gateway.admin("DELETE", f"/admin/sessions/{last['session_id']}")
+            async with asyncio.timeout(PATIENCE_S):
+                while await trims(gateway) == num_trims:
+                    pass
+            held = await counted(gateway)
+            assert held["bodies"] >= BODY_BYTES
+            held_bytes = sum(held.values())
+            assert held_bytes >= 200 * MIB
 
-        def are_alike() -> bool:
-            return 0.8 < held_bytes / (resident().rss - idle_bytes) < 1.25
+            def are_alike() -> bool:
+                return 0.8 < held_bytes / (resident().rss - idle_bytes) < 1.25
 
-        await asyncio.to_thread(look_until, are_alike)
-        writer.transport.abort()
+            await asyncio.to_thread(look_until, are_alike)
         for opened in sessions:
             await gateway.admin("DELETE", f"/admin/sessions/{opened['session_id']}")
         await asyncio.to_thread(look_until, lambda: resident().rss < 1.4 * idle_bytes)

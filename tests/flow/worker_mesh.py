@@ -131,6 +131,8 @@ class Mesh:
             "env_settings": env_settings or (TURNS if env == "echo" else {}),
             "run": {"folder": "."},
             "model": {"path": str(self.folder / "model")},
+            # The engine is on the test's event loop, which a busy machine delays by seconds.
+            "engine": {"probe_timeout_s": PATIENCE_S},
             "router": self._router,
         }
         path = self.folder / f"{env.replace(':', '-')}.json"

@@ -62,6 +62,7 @@ class ToyBackend:
         vocab_size: int = 2**31,
         key: str | None = None,
         control_timeout_s: float = 1.0,
+        read_timeout_s: float = 1.0,
     ) -> None:
         self.url = url
         self.vocab_size = vocab_size
@@ -149,6 +150,14 @@ async def test_an_engine_that_does_not_pause_in_time_is_unavailable() -> None:
     async with serving(Wire.gone) as server, HttpClient() as http:
         with pytest.raises(EngineUnavailable, match=r"no answer within 0.05 s"):
             await connect(server.url, http).pause()
+
+
+async def test_an_engine_that_does_not_answer_a_read_in_time_is_unavailable() -> None:
+    async with serving(Wire.gone) as server, HttpClient() as http:
+        client = SglangBackend(server.url, http, read_timeout_s=0.05)
+        for read in (client.model_info, client.server_info, client.loads, client.adapters):
+            with pytest.raises(EngineUnavailable, match=r"no answer within 0.05 s"):
+                await read()
 
 
 def test_a_backend_is_found_by_module_and_attribute() -> None:

@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
+from rollmesh.engine.backend import READ_TIMEOUT_S, EngineBackend
 from rollmesh.engine.fleet import ContinueEngine, EngineProbed, ProbeEngine
 from rollmesh.engine.fleet_loop import FleetLoop, incarnation_of, probe_engine
 from rollmesh.engine.http import HttpClient
+from rollmesh.engine.sglang import SglangBackend
 from rollmesh.engine.view import FleetView
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.wire.fleet import EngineFaulted, EnginePhase
@@ -54,6 +57,22 @@ async def test_dead_engine_answers_not_ok_with_a_reason() -> None:
         probed = await probe(ProbeEngine(engine.url, 1))
     assert not probed.ok
     assert engine.url in probed.detail
+
+
+async def test_reads_of_a_probe_have_the_probes_limit() -> None:
+    """The limit may be longer than that of other reads."""
+    limits_s: list[float] = []
+
+    def connect(
+        url: str, http: HttpClient, *, read_timeout_s: float = READ_TIMEOUT_S, **more: Any
+    ) -> EngineBackend:
+        limits_s.append(read_timeout_s)
+        return SglangBackend(url, http, read_timeout_s=read_timeout_s, **more)
+
+    async with ScriptedEngine() as engine, HttpClient() as http:
+        ask = ProbeEngine(engine.url, 1)
+        assert (await probe_engine(ask, http, 3 * READ_TIMEOUT_S, connect)).ok
+    assert limits_s == [3 * READ_TIMEOUT_S]
 
 
 async def test_weights_without_a_number_have_no_version() -> None:
