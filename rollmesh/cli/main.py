@@ -70,9 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     redact_output(with_stdout=is_launched())
     attach_to_launcher()
     code = OK
-    # A user's own files, such as mesh.toml or a model, follow the user's umask; processes that
-    # launch
-    # starts inherit launch's.
+    # A user's own files, such as mesh.toml or a model, follow the user's umask; children of launch
+    # inherit its umask.
     keeps_umask = is_launched() or not words or words[0] in USER_FILE_VERBS
     try:
         try:
