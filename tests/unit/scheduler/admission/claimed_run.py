@@ -38,7 +38,7 @@ class ClaimedRun:
 
     @property
     def claim(self) -> RunClaim:
-        """The claim of the name by its launch."""
+        """The launch's claim of the pipeline's name."""
         claimed, host = self.claimed, socket.gethostname()
         return RunClaim(
             claimed.run_id,
@@ -56,7 +56,7 @@ class ClaimedRun:
         return self._started[1:]
 
     def start(self, mark: str) -> subprocess.Popen[bytes]:
-        """A process that waits to be ended."""
+        """Start a process with this mark, which waits until it is killed."""
         environment = os.environ | ({MARK_VARIABLE: mark} if mark else {})
         process = subprocess.Popen(WAITS, env=environment)
         self._started.append(process)

@@ -69,7 +69,7 @@ class Serving:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A folder deeper than a socket's address can be."""
+    """A socket in a folder whose path is longer than a socket's address may be."""
     return tmp_path / ("deep" * 20) / "admission.sock"
 
 
@@ -155,7 +155,7 @@ def test_a_missing_admission_process_is_one_line_that_names_the_socket(tmp_path:
 
 def test_only_questions_to_admission_are_answered(serving: Serving, path: Path) -> None:
     with pytest.raises(AddressError, match="no answer"):
-        ask_admission(path, DrainNode("k", "a"), b"", 0.5)  # type: ignore[arg-type]  # as a stranger
+        ask_admission(path, DrainNode("k", "a"), b"", 0.5)  # type: ignore[arg-type]  # no question to admission
 
 
 def test_a_request_is_resent_with_its_key_until_it_is_answered() -> None:

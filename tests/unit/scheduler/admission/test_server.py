@@ -107,7 +107,7 @@ def test_a_malformed_body_is_refused() -> None:
         server(Fleet().ask).on(RegisterPipeline("k", unplaced), b"{'", US)
 
 
-def test_the_other_questions_are_the_schedulers() -> None:
+def test_other_questions_are_forwarded_to_the_scheduler() -> None:
     fleet = Fleet()
     admission = server(fleet.ask)
     refused = admission.on(AdmitPipeline("a", "math"), b"", US)

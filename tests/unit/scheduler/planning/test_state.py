@@ -77,17 +77,17 @@ def test_a_pipeline_waits_from_its_demand_until_a_worker_wakes() -> None:
     pipeline = add(state, "p", generation=(0,))
     state.now_s = 2.0
     demand(state, "p")
-    seen = [pipeline.waiting_s]
+    waits_s = [pipeline.waiting_s]
     state.now_s = 3.0
     state.update_waiting(pipeline)
-    seen.append(pipeline.waiting_s)
+    waits_s.append(pipeline.waiting_s)
     carry_out(state, Greedy())
-    seen.append(pipeline.waiting_s)
+    waits_s.append(pipeline.waiting_s)
     state.move_worker("p", 0, WorkerPhase.LOST)
-    seen.append(pipeline.waiting_s)
+    waits_s.append(pipeline.waiting_s)
     pipeline.demand = None
     state.update_waiting(pipeline)
-    assert [*seen, pipeline.waiting_s] == [2.0, 2.0, None, 3.0, None]
+    assert [*waits_s, pipeline.waiting_s] == [2.0, 2.0, None, 3.0, None]
 
 
 def test_a_removed_pipeline_leaves_nothing() -> None:
@@ -176,16 +176,16 @@ def test_a_node_that_joins_later_is_used() -> None:
 def test_progress_corrects_the_estimate_and_is_not_added_to_it() -> None:
     state = fleet(1)
     pipeline = add(state, "p", generation=(0,))
-    seen = [pipeline.remaining]
+    counts = [pipeline.remaining]
     for estimate in (0, 8):
         demand(state, "p", estimate)
-        seen.append(pipeline.remaining)
+        counts.append(pipeline.remaining)
     pipeline.progress["train"] = StreamProgress(batch=1, target=10, completed=4)
-    seen.append(pipeline.remaining)
+    counts.append(pipeline.remaining)
     pipeline.progress["eval"] = StreamProgress(batch=1, target=3, completed=5)
-    seen.append(pipeline.remaining)
+    counts.append(pipeline.remaining)
     pipeline.progress["train"].is_retired = True
-    assert [*seen, pipeline.remaining] == [0, None, 8, 6, 6, 0]
+    assert [*counts, pipeline.remaining] == [0, None, 8, 6, 6, 0]
 
 
 def step(demand_history: DemandHistory, begun_s: float, phases: tuple[float, ...]) -> None:

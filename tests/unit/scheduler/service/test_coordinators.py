@@ -280,13 +280,13 @@ def test_a_coordinator_that_outlives_its_registration_receives_newer_epochs() ->
         harness.run(2)
         harness.release("a", f"r{step}", GENERATION_CLUSTER)
         harness.run(2)
-    known = coordinator.truths
+    truths = coordinator.truths
     harness.send(UnregisterPipeline("leave", "a"))
     harness.run(2)
     assert harness.answers["leave"].ok
     for key in ("register-a", "admit-a"):
         del harness.scheduler.state.answers[key]
-    harness.pipeline("a", train=(), generation=(0,)).truths = known
+    harness.pipeline("a", train=(), generation=(0,)).truths = truths
     harness.beat()
     harness.generate("a", "again")
     harness.run(2)

@@ -74,7 +74,7 @@ def wake(state: FleetState, name: str, *ranks: int) -> None:
         state.pipelines[name].workers[rank].phase = WorkerPhase.AWAKE
 
 
-def result(state: FleetState, name: str, known: ExplainContext | None = None) -> PipelineView:
+def view_of(state: FleetState, name: str, known: ExplainContext | None = None) -> PipelineView:
     (only,) = explain_fleet(state, known or ExplainContext(), name).pipelines
     return only
 
@@ -84,13 +84,13 @@ def test_each_missing_gpu_names_its_holder_and_since_when(state: FleetState) -> 
     state.now_s = 104.0
     ask(state, "math", 1)
     state.now_s = 107.5
-    math = result(state, "math", ExplainContext(reserve_after_s=30.0))
+    math = view_of(state, "math", ExplainContext(reserve_after_s=30.0))
     (wait,) = math.waits
     assert (wait.cluster, wait.priority, wait.for_s) == ("actor_train", "actor_training", 3.5)
     assert wait.missing == {0: "code generation worker 0, awake for 7.5 s"}
     assert wait.until == "their owners release them; after 26.5 s more no request may bypass it"
     assert "  GPU 0: code generation worker 0, awake for 7.5 s" in math.lines
-    assert result(state, "code").lines[-1] == "waits for nothing"
+    assert view_of(state, "code").lines[-1] == "waits for nothing"
 
 
 def test_a_fixed_holder_is_named_by_its_cluster(state: FleetState) -> None:
@@ -99,8 +99,8 @@ def test_a_fixed_holder_is_named_by_its_cluster(state: FleetState) -> None:
     apply(state, Grant(ask(state, "third", 1, "critic")))
     state.now_s = 109.0
     ask(state, "math", 2)
-    assert result(state, "math").waits[0].missing == {1: "third critic, for 9.0 s"}
-    assert "has critic on GPUs 1 2, 9.0 s" in result(state, "third").lines
+    assert view_of(state, "math").waits[0].missing == {1: "third critic, for 9.0 s"}
+    assert "has critic on GPUs 1 2, 9.0 s" in view_of(state, "third").lines
 
 
 def test_earlier_requests_are_named_only_where_they_want_the_same_gpus(state: FleetState) -> None:
@@ -109,7 +109,7 @@ def test_earlier_requests_are_named_only_where_they_want_the_same_gpus(state: Fl
     ask(state, "third", 1, "critic")
     ask(state, "code", 2)
     ask(state, "math", 3)
-    until = result(state, "math", ExplainContext(reserve_after_s=0.0)).waits[0].until
+    until = view_of(state, "math", ExplainContext(reserve_after_s=0.0)).waits[0].until
     assert "third critic first; no new request may bypass it" in until
     assert "code" not in until
 
@@ -121,9 +121,9 @@ def test_the_queue_is_shown_in_the_planners_order(state: FleetState) -> None:
     state.now_s = 110.0
     ask(state, "math", 2)
     patient, short = ExplainContext(reserve_after_s=60.0), ExplainContext(reserve_after_s=5.0)
-    assert "math actor_train first" in result(state, "third", patient).waits[0].until
-    assert "before it comes" not in result(state, "math", patient).waits[0].until
-    assert "third reference first" in result(state, "math", short).waits[0].until
+    assert "math actor_train first" in view_of(state, "third", patient).waits[0].until
+    assert " first" not in view_of(state, "math", patient).waits[0].until
+    assert "third reference first" in view_of(state, "math", short).waits[0].until
 
 
 def test_a_promise_waits_for_engines_that_go_to_sleep_there(state: FleetState) -> None:
@@ -143,14 +143,14 @@ def test_a_promise_waits_for_engines_that_go_to_sleep_there(state: FleetState) -
         ),
     )
     state.now_s = 101.0
-    math = result(state, "math", ExplainContext(in_progress=in_progress))
+    math = view_of(state, "math", ExplainContext(in_progress=in_progress))
     (wait,) = math.waits
     assert wait.until == "they are clear: it is promised them (planned)"
     assert wait.missing == {
         0: "code generation worker 0 goes to sleep (sent 1.0 s ago, at most 59.0 s more)"
     }
     assert not any(line.startswith("has ") for line in math.lines)
-    assert any(line.startswith("has actor_train") for line in result(state, "math").lines)
+    assert any(line.startswith("has actor_train") for line in view_of(state, "math").lines)
 
 
 def test_generation_that_waits_shows_its_share_and_its_next_turn(
@@ -161,12 +161,12 @@ def test_generation_that_waits_shows_its_share_and_its_next_turn(
     math.demand = Demand(key="k", estimate=64, opened_s=100.0)
     math.waiting_s, math.credit_gpu_s = 100.0, 12.0
     state.now_s = 102.0
-    seen = result(state, "math", ExplainContext(again_s=105.0))
-    (wait,) = seen.waits
+    view = view_of(state, "math", ExplainContext(again_s=105.0))
+    (wait,) = view.waits
     assert wait.cluster == GENERATION_CLUSTER
     assert wait.until.endswith("planned again within 3.0 s")
     assert len(wait.missing) == 4
-    assert "generates 64 rollouts more on 0 of 4 workers, owed 12.0 GPU seconds" in seen.lines
+    assert "generates 64 rollouts more on 0 of 4 workers, owed 12.0 GPU seconds" in view.lines
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,9 @@ def test_a_pipeline_that_gets_nothing_is_explained(
 ) -> None:
     ask(state, "math", 1)
     state.pipelines["math"].phase = phase
-    seen = result(state, "math", ExplainContext(faults={"math": "no answer to a resize for 60 s"}))
-    assert seen.waits[0].until == until
-    assert seen.lines[0] == f"math: {phase}: no answer to a resize for 60 s"
+    view = view_of(state, "math", ExplainContext(faults={"math": "no answer to a resize for 60 s"}))
+    assert view.waits[0].until == until
+    assert view.lines[0] == f"math: {phase}: no answer to a resize for 60 s"
 
 
 def test_unavailable_gpus_show_the_reason(state: FleetState) -> None:
@@ -192,18 +192,22 @@ def test_unavailable_gpus_show_the_reason(state: FleetState) -> None:
     state.pipelines["code"].workers[0].phase = WorkerPhase.LOST
     state.nodes["a"].phase = NodePhase.DRAINING
     ask(state, "math", 1)
-    missing = result(state, "math").waits[0].missing
+    missing = view_of(state, "math").waits[0].missing
     assert missing[0].endswith(", fenced until its coordinator reports; its node a is draining")
     assert missing[1] == "its node a is draining"
 
 
 def test_the_whole_fleet_is_explained_and_an_unknown_name_is_refused(state: FleetState) -> None:
     wake(state, "code", 3)
-    seen = explain_fleet(
+    explanation = explain_fleet(
         state, ExplainContext(policy="fair", scheduler="i1", problems=("a plan failed",))
     )
-    assert [each.pipeline_id for each in seen.pipelines] == ["math", "code"]
-    assert (seen.num_free, seen.policy, seen.troubles) == (3, "fair", ("a plan failed",))
+    assert [each.pipeline_id for each in explanation.pipelines] == ["math", "code"]
+    assert (explanation.num_free, explanation.policy, explanation.troubles) == (
+        3,
+        "fair",
+        ("a plan failed",),
+    )
     assert (
         explain_fleet(state, ExplainContext(), "maths").error
         == "no pipeline 'maths'; math, code known"
@@ -212,16 +216,18 @@ def test_the_whole_fleet_is_explained_and_an_unknown_name_is_refused(state: Flee
 
 def test_a_view_survives_json_unchanged(state: FleetState) -> None:
     ask(state, "math", 1)
-    seen = explain_fleet(state, ExplainContext())
-    assert msgspec.json.decode(msgspec.json.encode(seen), type=FleetExplanation) == seen
+    explanation = explain_fleet(state, ExplainContext())
+    assert (
+        msgspec.json.decode(msgspec.json.encode(explanation), type=FleetExplanation) == explanation
+    )
 
 
-# a whole scheduler, in each state that a pipeline may be in
+# a whole scheduler
 
 
 def lines(harness: SchedulerHarness, name: str) -> list[str]:
     return list(
-        result(harness.scheduler.state.fleet, name, harness.scheduler.explain_context()).lines
+        view_of(harness.scheduler.state.fleet, name, harness.scheduler.explain_context()).lines
     )
 
 
@@ -247,7 +253,7 @@ def test_engines_that_have_not_reported_are_explained() -> None:
     text = lines(harness, "a")
     assert text[1] == "no run uses it: its coordinator is not connected"
     assert any(line.startswith("  until one of workers 0 1 has woken (planned") for line in text)
-    assert not any("the next plan decides" in line for line in text), "it has"
+    assert not any("the next plan decides" in line for line in text), "a plan was made"
     harness.run(harness.settings.coordinator_grace_s)
     text = lines(harness, "a")
     assert text[0].startswith("a: quarantined: its coordinator is silent for ")
@@ -312,8 +318,8 @@ def test_a_leaving_pipeline_shows_what_its_trainer_still_holds() -> None:
     harness.pipeline("a", generation=(0, 1))
     harness.train("a", "t")
     harness.send(UnregisterPipeline("u", "a"))
-    result = "is removed when its workers are asleep, and actor_train is released"
-    assert lines(harness, "a")[-1] == result
+    last_line = "is removed when its workers are asleep, and actor_train is released"
+    assert lines(harness, "a")[-1] == last_line
 
 
 def test_a_registered_or_leaving_pipeline_shows_what_it_waits_for() -> None:

@@ -85,16 +85,16 @@ def test_the_history_shows_which_engine_was_where_and_when() -> None:
     harness.coordinators["a"].is_hung = False
     harness.act()
     harness.release("b", "r")
-    past = [row for row in harness.rows if isinstance(row, HistoryRow)]
-    result = [(row.pipeline_id, row.cluster, row.rank, row.phase) for row in past if row.gpu == 0]
-    assert result[:5] == [
+    rows = [row for row in harness.rows if isinstance(row, HistoryRow)]
+    uses = [(row.pipeline_id, row.cluster, row.rank, row.phase) for row in rows if row.gpu == 0]
+    assert uses[:5] == [
         ("a", GENERATION_CLUSTER, 0, "waking"),
         ("a", GENERATION_CLUSTER, 0, "awake"),
         ("a", GENERATION_CLUSTER, 0, "sleeping"),
         ("", "", 0, "free"),
         ("b", TRAIN, FIXED, "held"),
     ]
-    times = [row.at_s for row in past]
+    times = [row.at_s for row in rows]
     assert times == sorted(times)
 
 
@@ -253,13 +253,13 @@ def test_resizes_in_progress_are_resent_to_coordinators_that_missed_them() -> No
     ill = harness.coordinators["ill"]
     ill.hung = {0, 1}
     harness.run(SETTINGS.turn_s + 1.0)
-    result = {each.resize_id: each.changes for each in ill.pending_resizes}
-    assert len(result) == 2
+    changes = {each.resize_id: each.changes for each in ill.pending_resizes}
+    assert len(changes) == 2
     ill.pending_resizes.clear()
     for rank in (0, 1):  # both resizes were lost
         ill.truths[rank] = msgspec.structs.replace(ill.truths[rank], epoch=0)
     harness.run(1.5)
-    assert {each.resize_id: each.changes for each in ill.pending_resizes} == result
+    assert {each.resize_id: each.changes for each in ill.pending_resizes} == changes
     ill.hung = set()
     harness.wait_for("t1", TicketState.GRANTED)
     harness.wait_for("t2", TicketState.GRANTED)

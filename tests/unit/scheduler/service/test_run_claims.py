@@ -193,8 +193,8 @@ def test_only_the_run_that_has_the_name_may_be_killed() -> None:
         harness.send(ask)
         assert harness.answers[str(number)].ok is (number == 2)
     harness.send(CheckKill("4", "nope", ""))
-    result = [harness.answers[key].error for key in ("1", "3", "4")]
-    assert result == ["", "another run has the name a", "no pipeline 'nope'; a registered"]
+    errors = [harness.answers[key].error for key in ("1", "3", "4")]
+    assert errors == ["", "another run has the name a", "no pipeline 'nope'; a registered"]
 
 
 def test_a_late_kill_of_a_run_frees_nothing_of_its_successor() -> None:
