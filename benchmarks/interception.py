@@ -34,7 +34,7 @@ from benchmarks.lib.corpus import STREAM_TOKENS
 from benchmarks.lib.http_load import Talk, carry, percentile
 from benchmarks.lib.report import Goal, parser, report
 from benchmarks.lib.rounds import Run, ServerBench, Talks, run
-from benchmarks.lib.servers import NUM_CONNECTIONS, ChatServer, Door, pin_load
+from benchmarks.lib.servers import NUM_CONNECTIONS, ChatServer, SessionEndpoint, pin_load
 
 GROUP = 16
 """Number of siblings that share a prompt."""
@@ -47,9 +47,9 @@ async def repeated(bench: ServerBench) -> None:
     """1 KB, the same call in the same session, so that each is a sibling of the last."""
     num_calls = bench.sized(320)
 
-    def talks(doors: list[Door]) -> Iterator[Talk]:
-        for door in doors:
-            yield rounds.repeated(rounds.chat(door, rounds.first(bench.texts)), num_calls)
+    def talks(endpoints: list[SessionEndpoint]) -> Iterator[Talk]:
+        for endpoint in endpoints:
+            yield rounds.repeated(rounds.chat(endpoint, rounds.first(bench.texts)), num_calls)
 
     arms = [bench.direct, bench.bare, bench.tokens, bench.relay]
     runs = await bench.compare("repeated", arms, NUM_CONNECTIONS, talks)
@@ -62,9 +62,9 @@ async def logprobs(bench: ServerBench) -> None:
     """Calls as in `repeated`, with the log-probs of all tokens in the answer."""
     num_calls = bench.sized(160)
 
-    def talks(doors: list[Door]) -> Iterator[Talk]:
-        for door in doors:
-            request = rounds.chat(door, rounds.first(bench.texts), b'"logprobs":true,')
+    def talks(endpoints: list[SessionEndpoint]) -> Iterator[Talk]:
+        for endpoint in endpoints:
+            request = rounds.chat(endpoint, rounds.first(bench.texts), b'"logprobs":true,')
             yield rounds.repeated(request, num_calls)
 
     await bench.compare("logprobs", [bench.bare, bench.tokens], NUM_CONNECTIONS, talks)
@@ -73,9 +73,9 @@ async def logprobs(bench: ServerBench) -> None:
 async def distinct(bench: ServerBench) -> None:
     """1 KB, a new prompt in a new session for each call."""
 
-    def talks(doors: list[Door]) -> Iterator[Talk]:
-        for door in doors:
-            yield rounds.once(rounds.chat(door, rounds.first(bench.texts)))
+    def talks(endpoints: list[SessionEndpoint]) -> Iterator[Talk]:
+        for endpoint in endpoints:
+            yield rounds.once(rounds.chat(endpoint, rounds.first(bench.texts)))
 
     await bench.compare("distinct", [bench.bare, bench.tokens], bench.sized(6_000), talks)
 
@@ -83,11 +83,11 @@ async def distinct(bench: ServerBench) -> None:
 async def siblings(bench: ServerBench) -> None:
     """1 KB, a new session for each call; sixteen share a prompt, as a group's rollouts do."""
 
-    def talks(doors: list[Door]) -> Iterator[Talk]:
-        for at in range(0, len(doors), GROUP):
+    def talks(endpoints: list[SessionEndpoint]) -> Iterator[Talk]:
+        for at in range(0, len(endpoints), GROUP):
             prompt = rounds.first(bench.texts)
-            for door in doors[at : at + GROUP]:
-                yield rounds.once(rounds.chat(door, prompt))
+            for endpoint in endpoints[at : at + GROUP]:
+                yield rounds.once(rounds.chat(endpoint, prompt))
 
     await bench.compare("siblings", [bench.bare, bench.tokens], bench.sized(8_000), talks)
 
@@ -95,9 +95,9 @@ async def siblings(bench: ServerBench) -> None:
 async def growing(bench: ServerBench) -> None:
     """Conversations of 40 turns that grow to 60 KB."""
 
-    def talks(doors: list[Door]) -> Iterator[Talk]:
-        for door in doors:
-            yield rounds.GrowingChat(door, bench.texts).turns(NUM_TURNS, rounds.GROWING_CHARS)
+    def talks(endpoints: list[SessionEndpoint]) -> Iterator[Talk]:
+        for endpoint in endpoints:
+            yield rounds.GrowingChat(endpoint, bench.texts).turns(NUM_TURNS, rounds.GROWING_CHARS)
 
     arms = [bench.bare, bench.tokens, bench.relay]
     await bench.compare("growing", arms, bench.sized(4 * NUM_CONNECTIONS), talks)
@@ -110,9 +110,9 @@ async def peers(bench: ServerBench) -> None:
         print("peers: none is installed; `make bench-peers` does", file=sys.stderr)
         return
 
-    def talks(doors: list[Door]) -> Iterator[Talk]:
-        for door in doors:
-            yield rounds.repeated(rounds.chat(door, rounds.first(bench.texts)), PEER_CALLS)
+    def talks(endpoints: list[SessionEndpoint]) -> Iterator[Talk]:
+        for endpoint in endpoints:
+            yield rounds.repeated(rounds.chat(endpoint, rounds.first(bench.texts)), PEER_CALLS)
 
     arms = [bench.bare, bench.tokens, *installed]
     await bench.compare("peers", arms, NUM_CONNECTIONS, talks)
@@ -132,17 +132,17 @@ async def opened(bench: ServerBench) -> None:
     """10,000 sessions, before and after one 1 KB call each."""
     arm = bench.new_gateway("tokens")
 
-    def talks(doors: list[Door]) -> Iterator[Talk]:
-        for door in doors:
-            yield rounds.once(rounds.chat(door, rounds.first(bench.texts)))
+    def talks(endpoints: list[SessionEndpoint]) -> Iterator[Talk]:
+        for endpoint in endpoints:
+            yield rounds.once(rounds.chat(endpoint, rounds.first(bench.texts)))
 
     await run(arm, 2 * NUM_CONNECTIONS, talks)
     before_mb = arm.child.rss_mb()
-    doors = await arm.open(NUM_OPENED)
+    endpoints = await arm.open(NUM_OPENED)
     opened_mb = arm.child.rss_mb() - before_mb
-    await carry(arm.port, talks(doors), NUM_CONNECTIONS)
+    await carry(arm.port, talks(endpoints), NUM_CONNECTIONS)
     called_mb = arm.child.rss_mb() - before_mb
-    await arm.close(doors)
+    await arm.close(endpoints)
     bench.note("opened", {
         "idle_gateway_mb": before_mb,
         "sessions_mb": opened_mb,
@@ -153,8 +153,8 @@ async def opened(bench: ServerBench) -> None:
 async def long(bench: ServerBench) -> None:
     """Compare the cost of a turn after 400 turns of history with one after 40."""
     arm = bench.new_gateway("tokens")
-    doors = await arm.open(NUM_CONNECTIONS)
-    talkers = [rounds.GrowingChat(door, bench.texts) for door in doors]
+    endpoints = await arm.open(NUM_CONNECTIONS)
+    talkers = [rounds.GrowingChat(endpoint, bench.texts) for endpoint in endpoints]
     await _turns(arm, talkers, EARLY - WINDOW // 2)
     early_us = await _turns(arm, talkers, WINDOW)
     await _turns(arm, talkers, LATE - EARLY - WINDOW)
@@ -165,7 +165,7 @@ async def long(bench: ServerBench) -> None:
         "turn_400_vs_40": late_us / early_us,
         "rss_mb": arm.child.rss_mb(),
     })  # fmt: skip
-    await arm.close(doors)
+    await arm.close(endpoints)
 
 
 async def _turns(arm: ChatServer, talkers: Sequence[rounds.GrowingChat], num_turns: int) -> float:
@@ -180,9 +180,9 @@ async def fifty(bench: ServerBench) -> None:
     """32 sessions of 50 turns, the workload that miles published for its session server."""
     arm = bench.new_gateway("tokens")
 
-    def talks(doors: list[Door]) -> Iterator[Talk]:
-        for door in doors:
-            yield rounds.GrowingChat(door, bench.texts).turns(
+    def talks(endpoints: list[SessionEndpoint]) -> Iterator[Talk]:
+        for endpoint in endpoints:
+            yield rounds.GrowingChat(endpoint, bench.texts).turns(
                 NUM_HISTORY_TURNS, rounds.GROWING_CHARS
             )
 
@@ -259,13 +259,13 @@ async def _rounds(
 def _talks(bench: ServerBench, arm: ChatServer, num_streams: int) -> Talks:
     """Open chats, or the engine's own event streams where a server only forwards bytes."""
 
-    def talks(doors: list[Door]) -> Iterator[Talk]:
-        for door in doors * num_streams:
+    def talks(endpoints: list[SessionEndpoint]) -> Iterator[Talk]:
+        for endpoint in endpoints * num_streams:
             if arm in (bench.direct, bench.bare):
-                yield rounds.once(rounds.post(Door(b"/generate", b"none"), RAW))
+                yield rounds.once(rounds.post(SessionEndpoint(b"/generate", b"none"), RAW))
             else:
                 messages = rounds.first(bench.texts)
-                yield rounds.once(rounds.chat(door, messages, b'"stream":true,'))
+                yield rounds.once(rounds.chat(endpoint, messages, b'"stream":true,'))
 
     return talks
 
@@ -279,13 +279,15 @@ async def kept(bench: ServerBench) -> None:
     journal.
     """
 
-    def growing(doors: list[Door]) -> Iterator[Talk]:
-        for door in doors:
-            yield rounds.GrowingChat(door, bench.texts).turns(NUM_KEPT_TURNS, rounds.GROWING_CHARS)
+    def growing(endpoints: list[SessionEndpoint]) -> Iterator[Talk]:
+        for endpoint in endpoints:
+            yield rounds.GrowingChat(endpoint, bench.texts).turns(
+                NUM_KEPT_TURNS, rounds.GROWING_CHARS
+            )
 
-    def distinct(doors: list[Door]) -> Iterator[Talk]:
-        for door in doors:
-            yield rounds.once(rounds.chat(door, rounds.first(bench.texts)))
+    def distinct(endpoints: list[SessionEndpoint]) -> Iterator[Talk]:
+        for endpoint in endpoints:
+            yield rounds.once(rounds.chat(endpoint, rounds.first(bench.texts)))
 
     for capture, without in ("tokens", bench.tokens), ("relay", bench.relay):
         arm = bench.new_gateway(capture, journal=capture)
@@ -301,25 +303,25 @@ async def recovered(bench: ServerBench) -> None:
     """End a gateway with 1,000 open sessions of 20 turns; time the start of its successor."""
     empty_s = _timed(lambda: bench.new_gateway("tokens", journal="empty"))[1]
     arm = bench.new_gateway("tokens", journal="recovered")
-    doors = await arm.open(bench.sized(NUM_SESSIONS))
+    endpoints = await arm.open(bench.sized(NUM_SESSIONS))
     talks = (
-        rounds.GrowingChat(door, bench.texts).turns(NUM_KEPT_TURNS, rounds.GROWING_CHARS)
-        for door in doors
+        rounds.GrowingChat(endpoint, bench.texts).turns(NUM_KEPT_TURNS, rounds.GROWING_CHARS)
+        for endpoint in endpoints
     )
     await carry(arm.port, talks, NUM_CONNECTIONS)
     arm.child.end()
     size = sum(file.stat().st_size for file in bench.journal("recovered").glob("*.journal"))
     again, start_s = _timed(lambda: bench.new_gateway("tokens", journal="recovered"))
-    num_calls = len(doors) * NUM_KEPT_TURNS
+    num_calls = len(endpoints) * NUM_KEPT_TURNS
     bench.note("recovered", {
-        "num_sessions": len(doors),
+        "num_sessions": len(endpoints),
         "start_s": start_s,
         "empty_start_s": empty_s,
         "us_per_call": 1e6 * (start_s - empty_s) / num_calls,
         "journal_bytes_per_call": size / num_calls,
         "rss_mb": again.child.rss_mb(),
     })  # fmt: skip
-    await again.close(doors)
+    await again.close(endpoints)
 
 
 def _timed(start: Callable[[], ChatServer]) -> tuple[ChatServer, float]:

@@ -39,7 +39,7 @@ from benchmarks.lib.report import Goal, parser, report
 from benchmarks.lib.soak_agents import RolloutShape
 from benchmarks.lib.soak_mesh import BARE, SoakArm
 from benchmarks.lib.soak_run import (
-    Seen,
+    ArmResult,
     SoakPlan,
     figures_of,
     left_over,
@@ -62,7 +62,7 @@ LAG_KEEP = 3
 class Findings(msgspec.Struct):
     """All arms with their figures and goals."""
 
-    arms: list[Seen]
+    arms: list[ArmResult]
     figures: dict[str, float]
     """Figures by `arm.name`."""
     goals: list[Goal]
@@ -77,16 +77,16 @@ def run(options: argparse.Namespace, scratch: Path) -> Findings:
         num_waves=max(MIN_WAVES, round(60 * options.minutes / WAVE_S)),
     )
     arms, notes = _arms(options)
-    seen: list[Seen] = []
+    results: list[ArmResult] = []
     for number, arm in enumerate(arms):
         print(f"soak: {arm.name}", flush=True)
-        seen.append(run_arm(arm, plan, options.mode, scratch / str(number)))
-    found = {each.name: figures_of(each) for each in seen}
+        results.append(run_arm(arm, plan, options.mode, scratch / str(number)))
+    found = {each.name: figures_of(each) for each in results}
     figures = {f"{arm}.{name}": value for arm, own in found.items() for name, value in own.items()}
-    goals = [goal for each in seen for goal in _own_goals(each, figures, options.keep)]
+    goals = [goal for each in results for goal in _own_goals(each, figures, options.keep)]
     goals += _compared(found, figures, options.keep)
-    notes += [f"{each.name} was stopped at 8 GiB" for each in seen if each.is_stopped]
-    return Findings(seen, figures, goals, notes)
+    notes += [f"{each.name} was stopped at 8 GiB" for each in results if each.is_stopped]
+    return Findings(results, figures, goals, notes)
 
 
 def _arms(options: argparse.Namespace) -> tuple[list[SoakArm], list[str]]:
@@ -128,9 +128,9 @@ def _library(name: str) -> str:
     return found[0] if found else ""
 
 
-def _own_goals(seen: Seen, figures: dict[str, float], keep: int) -> list[Goal]:
+def _own_goals(result: ArmResult, figures: dict[str, float], keep: int) -> list[Goal]:
     """Return the goals of an arm with all measures enabled."""
-    name = seen.name
+    name = result.name
     if name not in ("on", "relay"):
         return []
     goals = [
@@ -145,7 +145,7 @@ def _own_goals(seen: Seen, figures: dict[str, float], keep: int) -> list[Goal]:
     ]
     if keep == LAG_KEEP:
         goals.append(Goal(f"{name}.lag_p99_ms", "<=", 20.0))
-    is_long = len(seen.rests) >= SLOPE_WAVES and figures[f"{name}.rollouts"] >= SLOPE_ROLLOUTS
+    is_long = len(result.rests) >= SLOPE_WAVES and figures[f"{name}.rollouts"] >= SLOPE_ROLLOUTS
     if is_long:
         goals.append(Goal(f"{name}.slope_upper_mb_per_1000", "<=", 1.0))
     return goals
@@ -191,103 +191,103 @@ LAG_BIN_S = 1.0
 POINTS = 2000
 
 
-def table(soaked: Findings) -> str:
+def table(findings: Findings) -> str:
     """Return a Markdown table with a line per arm, and notes below it."""
     lines = ["| arm | " + " | ".join(title for _, title in COLUMNS) + " |"]
     lines.append("|---" * (len(COLUMNS) + 1) + "|")
-    for seen in soaked.arms:
+    for result in findings.arms:
         # A stopped arm held nothing any more at its peak.
-        void = ("load_at_peak_mb", "peak_factor") if seen.is_stopped else ()
+        void = ("load_at_peak_mb", "peak_factor") if result.is_stopped else ()
         cells = (
-            None if name in void else soaked.figures.get(f"{seen.name}.{name}")
+            None if name in void else findings.figures.get(f"{result.name}.{name}")
             for name, _ in COLUMNS
         )
         row = " | ".join("" if cell is None else _number(cell) for cell in cells)
-        lines.append(f"| {seen.name} | {row} |")
-    if any(seen.name == "off" for seen in soaked.arms):
+        lines.append(f"| {result.name} | {row} |")
+    if any(result.name == "off" for result in findings.arms):
         lines += [f"| {label} | | {peak} | {rest} |" + " |" * 5 for label, peak, rest in SEED]
-    lines += ["", *_shares(soaked), *(_copies(seen) for seen in soaked.arms)]
-    lines += [f"- {note}" for note in soaked.notes]
-    for seen in soaked.arms:
-        lines += [f"- {seen.name}, left at rest: {n} {v:g}" for n, v in left_over(seen).items()]
+    lines += ["", *_shares(findings), *(_copies(result) for result in findings.arms)]
+    lines += [f"- {note}" for note in findings.notes]
+    for result in findings.arms:
+        lines += [f"- {result.name}, left at rest: {n} {v:g}" for n, v in left_over(result).items()]
     return "\n".join(lines)
 
 
-def write(soaked: Findings, folder: Path, words: Sequence[str]) -> None:
+def write(findings: Findings, folder: Path, words: Sequence[str]) -> None:
     """Write all three files into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "benchmarks/rss_soak.py", *words])
     tree = {
         "command": command,
         "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
-        "figures": soaked.figures,
-        "goals": [list(goal) for goal in soaked.goals],
-        "missed": [goal.figure for goal in soaked.goals if not goal.is_met(soaked.figures)],
-        "notes": soaked.notes,
-        "arms": [_arm_document(seen) for seen in soaked.arms],
+        "figures": findings.figures,
+        "goals": [list(goal) for goal in findings.goals],
+        "missed": [goal.figure for goal in findings.goals if not goal.is_met(findings.figures)],
+        "notes": findings.notes,
+        "arms": [_arm_document(result) for result in findings.arms],
     }
     (folder / "soak.json").write_bytes(msgspec.json.format(msgspec.json.encode(tree), indent=1))
-    (folder / "soak.md").write_text(f"`{command}`\n\n{table(soaked)}\n")
-    _draw(soaked, folder / "curves.png", command)
+    (folder / "soak.md").write_text(f"`{command}`\n\n{table(findings)}\n")
+    _draw(findings, folder / "curves.png", command)
 
 
-def _arm_document(seen: Seen) -> dict[str, object]:
+def _arm_document(result: ArmResult) -> dict[str, object]:
     """Return an arm for the file: lags by second, and all memory samples."""
-    begin_s = next(iter(seen.series.values())).at_s[0]
+    begin_s = next(iter(result.series.values())).at_s[0]
     series = {
         name: {
             "at_s": [round(at_s - begin_s, 2) for at_s in each.at_s],
             "rss_bytes": each.rss_bytes,
             "pss_bytes": each.pss_bytes,
         }
-        for name, each in seen.series.items()
+        for name, each in result.series.items()
     }
     return {
-        "name": seen.name,
+        "name": result.name,
         "series": series,
-        "rests": seen.rests,
-        "peaks": seen.peaks,
-        "before": seen.before,
-        "after": seen.after,
+        "rests": result.rests,
+        "peaks": result.peaks,
+        "before": result.before,
+        "after": result.after,
         "load": {
-            name: [(round(at_s - begin_s, 2), num) for at_s, num in load_of(seen, name)]
-            for name in seen.judged
+            name: [(round(at_s - begin_s, 2), num) for at_s, num in load_of(result, name)]
+            for name in result.judged
         },
-        "lag_by_second": {name: _by_second(seen, name, begin_s) for name in seen.lags},
-        "reasons": seen.reasons,
-        "named_at_peak": {name: named_at_peak(seen, name) for name in seen.judged},
+        "lag_by_second": {name: _by_second(result, name, begin_s) for name in result.lags},
+        "reasons": result.reasons,
+        "named_at_peak": {name: named_at_peak(result, name) for name in result.judged},
     }
 
 
-def _by_second(seen: Seen, name: str, begin_s: float) -> list[tuple[float, float]]:
+def _by_second(result: ArmResult, name: str, begin_s: float) -> list[tuple[float, float]]:
     """Return the worst lag of each second, in ms."""
     worst: dict[int, float] = {}
-    for at_s, lag_s in zip(*seen.lags[name], strict=True):
+    for at_s, lag_s in zip(*result.lags[name], strict=True):
         second = int((at_s - begin_s) / LAG_BIN_S)
         worst[second] = max(worst.get(second, 0.0), lag_s)
     return [(second * LAG_BIN_S, round(1e3 * lag_s, 3)) for second, lag_s in worst.items()]
 
 
-def _shares(soaked: Findings) -> Iterator[str]:
+def _shares(findings: Findings) -> Iterator[str]:
     """Return what each measure saves, beside all others."""
-    for seen in soaked.arms:
-        _, is_less, measure = seen.name.partition("less ")
+    for result in findings.arms:
+        _, is_less, measure = result.name.partition("less ")
         if is_less:
             peak, resting = (
-                soaked.figures[f"{seen.name}.{what}"] - soaked.figures[f"on.{what}"]
+                findings.figures[f"{result.name}.{what}"] - findings.figures[f"on.{what}"]
                 for what in ("peak_mb", "resting_mb")
             )
             yield f"- {measure} alone saves {peak:.0f} MB at the peak and {resting:.0f} at rest"
 
 
-def _copies(seen: Seen) -> str:
+def _copies(result: ArmResult) -> str:
     """Return the gauges behind the peak of an arm's heaviest process."""
-    name = max(seen.judged, key=lambda each: peak_of(seen, each).rss_bytes)
-    peak, named = peak_of(seen, name), named_at_peak(seen, name)
+    name = max(result.judged, key=lambda each: peak_of(result, each).rss_bytes)
+    peak, named = peak_of(result, name), named_at_peak(result, name)
     parts = [f"{_what(gauge)} {held / MB:.0f}" for gauge, held in named.items() if held >= MB / 2]
     unnamed = peak.rss_bytes - peak.idle_bytes - sum(named.values())
     shares = ", ".join([f"idle {peak.idle_bytes / MB:.0f}", *parts, f"the rest {unnamed / MB:.0f}"])
-    return f"- {seen.name}: {peak.rss_bytes / MB:.0f} MB at the peak of {name} were {shares}"
+    return f"- {result.name}: {peak.rss_bytes / MB:.0f} MB at the peak of {name} were {shares}"
 
 
 def _what(gauge: str) -> str:
@@ -299,7 +299,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 20 else f"{value:.2f}"
 
 
-def _draw(soaked: Findings, path: Path, command: str) -> None:
+def _draw(findings: Findings, path: Path, command: str) -> None:
     import matplotlib  # noqa: PLC0415 - not of the base install
 
     matplotlib.use("Agg")
@@ -308,17 +308,17 @@ def _draw(soaked: Findings, path: Path, command: str) -> None:
     figure, (above, below) = pyplot.subplots(
         2, 1, figsize=(11, 7), sharex=True, height_ratios=(3, 1)
     )
-    for seen in soaked.arms:
-        for name in seen.judged:
-            series = seen.series[name]
+    for result in findings.arms:
+        for name in result.judged:
+            series = result.series[name]
             begin_s = series.at_s[0]
-            label = name if len(soaked.arms) == 1 else f"{seen.name}: {name}"
+            label = name if len(findings.arms) == 1 else f"{result.name}: {name}"
             every = max(1, len(series.at_s) // POINTS)
             minutes = [(at_s - begin_s) / 60 for at_s in series.at_s[::every]]
             above.plot(
                 minutes, [rss / MB for rss in series.rss_bytes[::every]], lw=0.8, label=label
             )
-            loads = load_of(seen, name)
+            loads = load_of(result, name)
             shown = loads[:: max(1, len(loads) // POINTS)]
             above.plot(
                 [(at_s - begin_s) / 60 for at_s, _ in shown],
@@ -327,8 +327,8 @@ def _draw(soaked: Findings, path: Path, command: str) -> None:
                 ls=":",
                 label=f"{label}: had to be held",
             )
-            if name in seen.lags:
-                pairs = _by_second(seen, name, begin_s)
+            if name in result.lags:
+                pairs = _by_second(result, name, begin_s)
                 below.plot([s / 60 for s, _ in pairs], [ms for _, ms in pairs], lw=0.5)
     above.set_ylabel("resident memory, MB")
     above.set_ylim(bottom=0)
@@ -357,11 +357,11 @@ def main() -> None:
         [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     with tempfile.TemporaryDirectory(prefix="rollmesh-soak-") as scratch:
-        soaked = run(options, Path(scratch))
+        findings = run(options, Path(scratch))
     if options.out is not None:
-        write(soaked, options.out, sys.argv[1:])
-    print(table(soaked))
-    report(options, soaked.figures, soaked.goals)
+        write(findings, options.out, sys.argv[1:])
+    print(table(findings))
+    report(options, findings.figures, findings.goals)
 
 
 def _options() -> argparse.Namespace:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.lib.report import Goal, parser, report
-from benchmarks.lib.staleness_sim import FAR, FleetShape, RunFigures, World, arms
+from benchmarks.lib.staleness_sim import FAR, FleetShape, RunFigures, StalenessSimulation, arms
 
 COLUMNS = {
     "tokens_per_s": ("tokens / s", "{:,.0f}"),
@@ -116,7 +116,7 @@ def measure(shape: FleetShape, num_seeds: int, num_steps: int) -> dict[str, RunF
     for seed in range(num_seeds):
         for arm in arms(shape):
             outcome = outcomes.setdefault(arm.name, RunFigures())
-            outcome.add(World(shape, arm, seed).run(num_steps))
+            outcome.add(StalenessSimulation(shape, arm, seed).run(num_steps))
     return outcomes
 
 

@@ -22,8 +22,8 @@ from benchmarks.lib.http_load import HttpAnswer, Talk, Timings, carry
 from benchmarks.lib.servers import (
     NUM_CONNECTIONS,
     ChatServer,
-    Door,
     ServerProcess,
+    SessionEndpoint,
     start_bare,
     start_engine,
     start_gateway,
@@ -57,19 +57,19 @@ class _Completion(msgspec.Struct):
 _completions = msgspec.json.Decoder(_Completion)
 
 
-def chat(door: Door, messages: bytes, flags: bytes = b"") -> bytes:
+def chat(endpoint: SessionEndpoint, messages: bytes, flags: bytes = b"") -> bytes:
     """The HTTP request of one call; `flags` are body fields, each followed by a comma."""
     body = b'{"model":"policy",%b"max_tokens":%d,"messages":[%b]}'
-    return post(door, body % (flags, ANSWER_TOKENS, messages))
+    return post(endpoint, body % (flags, ANSWER_TOKENS, messages))
 
 
-def post(door: Door, body: bytes) -> bytes:
+def post(endpoint: SessionEndpoint, body: bytes) -> bytes:
     """Return an HTTP request as agents send them, with the fewest headers."""
     head = (
         b"POST %b HTTP/1.1\r\nHost: bench\r\nAccept: application/json\r\n"
         b"Authorization: Bearer %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     )
-    return head % (door.path, door.key, len(body)) + body
+    return head % (endpoint.path, endpoint.key, len(body)) + body
 
 
 def message(role: str, content: str) -> bytes:
@@ -96,8 +96,8 @@ def once(request: bytes) -> Talk:
 class GrowingChat:
     """A growing history; further calls of `turns` continue it."""
 
-    def __init__(self, door: Door, texts: Texts) -> None:
-        self._door = door
+    def __init__(self, endpoint: SessionEndpoint, texts: Texts) -> None:
+        self._door = endpoint
         self._texts = texts
         self._messages = message("system", SYSTEM)
 
@@ -110,7 +110,7 @@ class GrowingChat:
             self._messages += b"," + message("assistant", content)
 
 
-Talks = Callable[[list[Door]], Iterable[Talk]]
+Talks = Callable[[list[SessionEndpoint]], Iterable[Talk]]
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -171,7 +171,7 @@ class ServerBench:
 
     async def pace(self, pace: Pace) -> None:
         """Set the pace of the engine's streams."""
-        request = post(Door(b"/canned", b"none"), msgspec.json.encode(pace))
+        request = post(SessionEndpoint(b"/canned", b"none"), msgspec.json.encode(pace))
         await carry(self.engine.port, [once(request)], 1)
 
     async def rounds(
@@ -217,11 +217,11 @@ class ServerBench:
 
 async def run(arm: ChatServer, num_sessions: int, talks: Talks, stagger_s: float = 0.0) -> Run:
     """Run one round of one server."""
-    doors = await arm.open(num_sessions)
-    made = list(talks(doors))
+    endpoints = await arm.open(num_sessions)
+    made = list(talks(endpoints))
     gc.collect()
     cpu_s = arm.child.cpu_s()
     timings = await carry(arm.port, made, NUM_CONNECTIONS, stagger_s)
     cpu_s = arm.child.cpu_s() - cpu_s
-    await arm.close(doors)
+    await arm.close(endpoints)
     return Run(timings, cpu_s)

@@ -37,7 +37,7 @@ MB = 1e6
 START_TIMEOUT_S = 120.0
 
 
-class Door(NamedTuple):
+class SessionEndpoint(NamedTuple):
     """Address and credentials for the calls of one session."""
 
     path: bytes
@@ -144,13 +144,13 @@ class ChatServer:
     def port(self) -> int:
         return self.child.port
 
-    async def open(self, num_sessions: int) -> list[Door]:
+    async def open(self, num_sessions: int) -> list[SessionEndpoint]:
         """Open sessions; this server has one for all."""
-        return [Door(self._path, b"none")] * num_sessions
+        return [SessionEndpoint(self._path, b"none")] * num_sessions
 
-    async def close(self, doors: Sequence[Door]) -> None:
+    async def close(self, endpoints: Sequence[SessionEndpoint]) -> None:
         """Forget the sessions."""
-        del doors
+        del endpoints
 
 
 class GatewayArm(ChatServer):
@@ -161,7 +161,7 @@ class GatewayArm(ChatServer):
         self._admin_port = int((child.ready.http_address or child.ready.address).rpartition(":")[2])
         self._head = b"Host: bench\r\nAuthorization: Bearer %b\r\n" % admin_token.encode()
 
-    async def open(self, num_sessions: int) -> list[Door]:
+    async def open(self, num_sessions: int) -> list[SessionEndpoint]:
         opened: list[_Opened] = []
         request = self._request(b"POST", b"", b'{"metadata":{}}')
 
@@ -170,13 +170,15 @@ class GatewayArm(ChatServer):
             opened.append(msgspec.json.decode(reply.body, type=_Opened))
 
         await self._carry(talk() for _ in range(num_sessions))
-        return [Door(self._path, each.api_key.encode(), each.session_id) for each in opened]
+        return [
+            SessionEndpoint(self._path, each.api_key.encode(), each.session_id) for each in opened
+        ]
 
-    async def close(self, doors: Sequence[Door]) -> None:
-        def talk(door: Door) -> Talk:
-            yield self._request(b"DELETE", b"/" + door.session_id.encode(), b"")
+    async def close(self, endpoints: Sequence[SessionEndpoint]) -> None:
+        def talk(endpoint: SessionEndpoint) -> Talk:
+            yield self._request(b"DELETE", b"/" + endpoint.session_id.encode(), b"")
 
-        await self._carry(talk(door) for door in doors)
+        await self._carry(talk(endpoint) for endpoint in endpoints)
 
     def _request(self, method: bytes, below: bytes, body: bytes) -> bytes:
         line = b"%b /admin/sessions%b HTTP/1.1\r\n" % (method, below)
@@ -227,16 +229,16 @@ class KeyedArm(ChatServer):
         super().__init__(name, child)
         self._keys = keys
 
-    async def open(self, num_sessions: int) -> list[Door]:
-        return [Door(self._path, key.encode()) for key in self._keys[:num_sessions]]
+    async def open(self, num_sessions: int) -> list[SessionEndpoint]:
+        return [SessionEndpoint(self._path, key.encode()) for key in self._keys[:num_sessions]]
 
 
 class PathArm(ChatServer):
     """A server whose sessions are created by naming them in the path."""
 
-    async def open(self, num_sessions: int) -> list[Door]:
+    async def open(self, num_sessions: int) -> list[SessionEndpoint]:
         sessions = [b"/sessions/s%d" % number for number in range(num_sessions)]
-        return [Door(session + self._path, b"none") for session in sessions]
+        return [SessionEndpoint(session + self._path, b"none") for session in sessions]
 
 
 def start_peers(engine: ServerProcess, folder: Path) -> Iterator[ChatServer]:

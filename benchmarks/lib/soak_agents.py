@@ -2,9 +2,9 @@
 
     python -m benchmarks.lib.soak_agents --socket PATH --shape JSON --log FILE --ready-fd N
 
-A client connects to the socket, sends its agent's endpoint (Seat) and receives the agent's result
-(Ended); disconnecting ends the agent. Each TICK_S, a line of the log has the bytes that each server
-must hold: unique bytes of running groups, and bytes of bodies in flight.
+A client connects to the socket, sends its agent's endpoint (AgentRequest) and receives the agent's
+result (AgentEnd); disconnecting ends the agent. Each TICK_S, a line of the log has the bytes that
+each server must hold: unique bytes of running groups, and bytes of bodies in flight.
 
 - Every screenshot's bytes are unique, except that siblings share their first.
 - Bodies are written piece by piece from one pool that all agents share, so the load costs little
@@ -320,7 +320,7 @@ BACKLOG = 128
 PATH = "/v1/chat/completions"
 
 
-class Seat(msgspec.Struct, frozen=True):
+class AgentRequest(msgspec.Struct, frozen=True):
     """A request to start an agent."""
 
     base_url: str
@@ -333,9 +333,9 @@ class Seat(msgspec.Struct, frozen=True):
 class AgentEnd(msgspec.Struct, frozen=True):
     """The result of an agent."""
 
-    how: str
+    outcome: str
     """done, crashed, or broken: it got an unexpected answer."""
-    why: str = ""
+    error: str = ""
 
 
 class Load(msgspec.Struct):
@@ -379,20 +379,20 @@ class Agents:
         self._shots = Shots(shape)
         self._groups: dict[tuple[str, int], SiblingGroup] = {}
 
-    async def play(self, seat: Seat) -> AgentEnd:
+    async def play(self, request: AgentRequest) -> AgentEnd:
         """Run one rollout."""
-        port = seat.base_url.partition("//")[2].partition("/")[0].rpartition(":")[2]
-        key = (port, seat.task)
+        port = request.base_url.partition("//")[2].partition("/")[0].rpartition(":")[2]
+        key = (port, request.task)
         group = self._groups.setdefault(key, SiblingGroup())
         held = self.held.setdefault(port, Load())
-        browser = Browser(self.shape, self._shots, seat.task, group.num_begun)
+        browser = Browser(self.shape, self._shots, request.task, group.num_begun)
         group.num_begun += 1
-        agent = _Agent(self, held, group, browser, Line(int(port), seat.api_key))
+        agent = _Agent(self, held, group, browser, Line(int(port), request.api_key))
         try:
-            how = await agent.run(seat.num_turns)
-            ended = AgentEnd(how)
+            outcome = await agent.run(request.num_turns)
+            result = AgentEnd(outcome)
         except (CallError, OSError, EOFError, TimeoutError) as error:
-            ended = AgentEnd("broken", f"{type(error).__name__}: {error}")
+            result = AgentEnd("broken", f"{type(error).__name__}: {error}")
         finally:
             agent.line.close()
             group.num_ended += 1
@@ -400,8 +400,8 @@ class Agents:
                 held.live_bytes -= group.num_bytes
                 del self._groups[key]
         self.counts["rollouts"] += 1
-        self.counts[ended.how] += 1
-        return ended
+        self.counts[result.outcome] += 1
+        return result
 
 
 class _Agent:
@@ -482,13 +482,15 @@ class _Agent:
         self._held.live_bytes += new
 
 
-async def _seat(agents: Agents, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _serve_agent(
+    agents: Agents, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     """Serve one connection: its agent runs until it is done or the client disconnects."""
     line = await reader.readline()
     if not line:
         writer.close()
         return
-    playing = asyncio.ensure_future(agents.play(msgspec.json.decode(line, type=Seat)))
+    playing = asyncio.ensure_future(agents.play(msgspec.json.decode(line, type=AgentRequest)))
     gone = asyncio.ensure_future(reader.read(1))
     try:
         await asyncio.wait([playing, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -512,7 +514,7 @@ async def _write_log(agents: Agents, log: IO[bytes]) -> None:
 async def _serve(options: argparse.Namespace, log: IO[bytes]) -> None:
     agents = Agents(msgspec.json.decode(options.shape, type=RolloutShape))
     server = await asyncio.start_unix_server(
-        lambda reader, writer: _seat(agents, reader, writer), options.socket, backlog=BACKLOG
+        lambda reader, writer: _serve_agent(agents, reader, writer), options.socket, backlog=BACKLOG
     )
     gc.freeze()
     announce(options.ready_fd, Ready("agents", os.getpid(), ""))

@@ -23,7 +23,7 @@ import msgspec
 
 from benchmarks.lib.process_watch import Metrics, OpenResources, held_by, is_alive
 from benchmarks.lib.servers import ServerProcess
-from benchmarks.lib.soak_agents import AgentEnd, RolloutShape, Seat
+from benchmarks.lib.soak_agents import AgentEnd, AgentRequest, RolloutShape
 from benchmarks.lib.soak_engine import write_folder
 from rollmesh.core.config import JournalConfig, RouterConfig
 from rollmesh.core.ids import GroupId
@@ -60,7 +60,7 @@ class Wave(msgspec.Struct):
     reasons: dict[str, int] = {}
 
 
-class Soaked(Protocol):
+class ArmProcesses(Protocol):
     """The processes of an arm."""
 
     pids: dict[str, int]
@@ -311,10 +311,10 @@ class SoakRelay:
             async with lanes:
                 if stop.is_set():
                     return
-                hows = await self._group(admin, number, num_turns)
-            reasons.update(how for how in hows if how != "done")
-            wave.num_dropped += any(how != "done" for how in hows)
-            wave.num_finished += all(how == "done" for how in hows)
+                outcomes = await self._group(admin, number, num_turns)
+            reasons.update(each for each in outcomes if each != "done")
+            wave.num_dropped += any(each != "done" for each in outcomes)
+            wave.num_finished += all(each == "done" for each in outcomes)
 
         session = aiohttp.ClientSession(self._address, headers=headers)
         async with session as admin, asyncio.TaskGroup() as group:
@@ -330,18 +330,18 @@ class SoakRelay:
         """
         num_siblings = self.arm.shape.group_size
         opened = [await self._open(admin) for _ in range(num_siblings)]
-        seats = [Seat(o["base_url"], o["api_key"], number, num_turns) for o in opened]
-        hows = await asyncio.gather(*map(self._play, seats))
+        requests = [AgentRequest(o["base_url"], o["api_key"], number, num_turns) for o in opened]
+        outcomes = await asyncio.gather(*map(self._play, requests))
         for each in opened:
             await self._close(admin, each)
-        return list(hows)
+        return list(outcomes)
 
-    async def _play(self, seat: Seat) -> str:
+    async def _play(self, request: AgentRequest) -> str:
         reader, writer = await asyncio.open_unix_connection(str(self._places.socket))
-        writer.write(msgspec.json.encode(seat) + b"\n")
-        ended = msgspec.json.decode(await reader.readline(), type=AgentEnd)
+        writer.write(msgspec.json.encode(request) + b"\n")
+        result = msgspec.json.decode(await reader.readline(), type=AgentEnd)
         writer.close()
-        return ended.how if ended.how != "broken" else f"broken: {ended.why[:80]}"
+        return result.outcome if result.outcome != "broken" else f"broken: {result.error[:80]}"
 
     async def _open(self, admin: aiohttp.ClientSession) -> dict[str, Any]:
         if self.arm.name == BARE:

@@ -27,7 +27,7 @@ import msgspec
 from benchmarks.lib.http_load import percentile
 from benchmarks.lib.process_watch import MB, MemorySeries, OpenResources, Scrape, Watch, peak_bytes
 from benchmarks.lib.soak_agents import LoadSample
-from benchmarks.lib.soak_mesh import SoakArm, Soaked, SoakMesh, SoakRelay
+from benchmarks.lib.soak_mesh import ArmProcesses, SoakArm, SoakMesh, SoakRelay
 from benchmarks.lib.soak_worker import read_beats, read_lags
 from rollmesh.runtime.heap_trimmer import LOOK_S, MIN_INTERVAL_S
 
@@ -67,7 +67,7 @@ class WaveMemory(msgspec.Struct, frozen=True):
     """Resident bytes by judged process."""
 
 
-class Seen(msgspec.Struct, kw_only=True):
+class ArmResult(msgspec.Struct, kw_only=True):
     """All measurements of an arm."""
 
     name: str
@@ -101,78 +101,83 @@ class Seen(msgspec.Struct, kw_only=True):
     """Whether a process exceeded MAX_RSS_BYTES."""
 
 
-def run_arm(arm: SoakArm, plan: SoakPlan, mode: str, folder: Path) -> Seen:
+def run_arm(arm: SoakArm, plan: SoakPlan, mode: str, folder: Path) -> ArmResult:
     """Run an arm in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        soaked: SoakMesh | SoakRelay
-        soaked = SoakRelay(arm, folder) if mode == "relay" else SoakMesh(arm, folder)
-        stack.enter_context(soaked)
-        watch = Watch(soaked.pids, soaked.metrics, MAX_RSS_BYTES)
+        processes: SoakMesh | SoakRelay
+        processes = SoakRelay(arm, folder) if mode == "relay" else SoakMesh(arm, folder)
+        stack.enter_context(processes)
+        watch = Watch(processes.pids, processes.metrics, MAX_RSS_BYTES)
         stack.callback(watch.close)
-        return _soak(arm, plan, soaked, watch)
+        return _soak(arm, plan, processes, watch)
 
 
-def _soak(arm: SoakArm, plan: SoakPlan, soaked: Soaked, watch: Watch) -> Seen:
+def _soak(arm: SoakArm, plan: SoakPlan, processes: ArmProcesses, watch: Watch) -> ArmResult:
     time.sleep(IDLE_S)
-    seen = Seen(
+    result = ArmResult(
         name=arm.name,
-        judged=soaked.judged,
-        ports=soaked.ports,
+        judged=processes.judged,
+        ports=processes.ports,
         series=watch.series,
         scrapes=watch.scrapes,
         peaks={},
-        idle=_resting(soaked, watch),
+        idle=_resting(processes, watch),
         resting={},
     )
     num_at_once = arm.num_workers * arm.shape.slots // arm.shape.group_size
-    seen.cold = soaked.held()
-    soaked.wave(WARM_GROUPS * num_at_once, WARM_TURNS, watch.is_over)
-    soaked.wave(num_at_once, arm.shape.num_turns, watch.is_over)
+    result.cold = processes.held()
+    processes.wave(WARM_GROUPS * num_at_once, WARM_TURNS, watch.is_over)
+    processes.wave(num_at_once, arm.shape.num_turns, watch.is_over)
     time.sleep(BETWEEN_S)
-    seen.before, seen.began_s = soaked.held(), time.monotonic()
-    for num_groups in _waves(arm, plan, seen):
+    result.before, result.began_s = processes.held(), time.monotonic()
+    for num_groups in _waves(arm, plan, result):
         begun_s = time.monotonic()
-        wave = soaked.wave(num_groups, arm.shape.num_turns, watch.is_over)
-        seen.ended_s = time.monotonic()
-        seen.waves.append((begun_s, seen.ended_s))
-        seen.num_groups += num_groups
-        seen.num_dropped += wave.num_dropped
+        wave = processes.wave(num_groups, arm.shape.num_turns, watch.is_over)
+        result.ended_s = time.monotonic()
+        result.waves.append((begun_s, result.ended_s))
+        result.num_groups += num_groups
+        result.num_dropped += wave.num_dropped
         for reason, number in wave.reasons.items():
-            seen.reasons[reason] = seen.reasons.get(reason, 0) + number
+            result.reasons[reason] = result.reasons.get(reason, 0) + number
         if watch.is_over.is_set():
-            seen.is_stopped = True
+            result.is_stopped = True
             break
         time.sleep(BETWEEN_S)
-        num_rollouts = seen.num_groups * arm.shape.group_size
-        seen.rests.append(WaveMemory(num_rollouts, _resting(soaked, watch)))
-        resting = max(seen.rests[-1].rss_bytes.values()) / MB
+        num_rollouts = result.num_groups * arm.shape.group_size
+        result.rests.append(WaveMemory(num_rollouts, _resting(processes, watch)))
+        resting = max(result.rests[-1].rss_bytes.values()) / MB
         print(f"soak: {arm.name}: {num_rollouts} rollouts, rests at {resting:.0f} MB", flush=True)
-    time.sleep(max(0.0, seen.ended_s + REST_S - time.monotonic()))
-    seen.resting = _resting(soaked, watch)
-    seen.after, seen.num_missed = soaked.held(), soaked.num_lost() + _num_missed(soaked)
-    seen.peaks = {name: peak_bytes(soaked.pids[name]) for name in soaked.judged}
-    seen.load = [_load_samples.decode(line) for line in soaked.load_log.read_bytes().splitlines()]
-    seen.lags = {name: read_lags(path) for name, path in soaked.lags.items()}
-    return seen
+    time.sleep(max(0.0, result.ended_s + REST_S - time.monotonic()))
+    result.resting = _resting(processes, watch)
+    result.after, result.num_missed = (
+        processes.held(),
+        processes.num_lost() + _num_missed(processes),
+    )
+    result.peaks = {name: peak_bytes(processes.pids[name]) for name in processes.judged}
+    result.load = [
+        _load_samples.decode(line) for line in processes.load_log.read_bytes().splitlines()
+    ]
+    result.lags = {name: read_lags(path) for name, path in processes.lags.items()}
+    return result
 
 
-def _num_missed(soaked: Soaked) -> int:
+def _num_missed(processes: ArmProcesses) -> int:
     gaps = (
         after - before
-        for path in soaked.lags.values()
+        for path in processes.lags.values()
         for before, after in itertools.pairwise(read_beats(path))
     )
-    return sum(gap_s > 2 * soaked.beat_s for gap_s in gaps)
+    return sum(gap_s > 2 * processes.beat_s for gap_s in gaps)
 
 
-def _resting(soaked: Soaked, watch: Watch) -> dict[str, float]:
+def _resting(processes: ArmProcesses, watch: Watch) -> dict[str, float]:
     now_s = time.monotonic()
     since_s = now_s - RESTING_S
-    return {name: median(watch.series[name].between(since_s, now_s)) for name in soaked.judged}
+    return {name: median(watch.series[name].between(since_s, now_s)) for name in processes.judged}
 
 
-def _waves(arm: SoakArm, plan: SoakPlan, seen: Seen) -> Iterator[int]:
+def _waves(arm: SoakArm, plan: SoakPlan, result: ArmResult) -> Iterator[int]:
     """Yield the number of groups of each wave; a timed arm starts with a small one to measure the
     rate.
     """
@@ -181,12 +186,12 @@ def _waves(arm: SoakArm, plan: SoakPlan, seen: Seen) -> Iterator[int]:
         yield -(-plan.num_rollouts // size)
         return
     wave_s = 60 * plan.minutes / plan.num_waves - BETWEEN_S
-    until_s = seen.began_s + 60 * plan.minutes
+    until_s = result.began_s + 60 * plan.minutes
     num_at_once = max(1, arm.num_workers * arm.shape.slots // size)
     num_groups = 2 * num_at_once
     while (began_s := time.monotonic()) + wave_s / 2 < until_s:
         yield num_groups
-        took_s = seen.ended_s - began_s
+        took_s = result.ended_s - began_s
         num_groups = max(num_at_once, round(num_groups * wave_s / took_s))
 
 
@@ -249,58 +254,58 @@ class PeakMemory(NamedTuple):
         return (self.rss_bytes - self.idle_bytes) / max(1, self.load_bytes)
 
 
-def peak_of(seen: Seen, name: str) -> PeakMemory:
+def peak_of(result: ArmResult, name: str) -> PeakMemory:
     """Find the peak among the samples, since the kernel's own peak has no time."""
-    series = seen.series[name]
+    series = result.series[name]
     rss_bytes, at_s = max(zip(series.rss_bytes, series.at_s, strict=True))
     loads = [
         num_bytes
-        for sampled_s, num_bytes in load_of(seen, name)
+        for sampled_s, num_bytes in load_of(result, name)
         if at_s - LEAD_S <= sampled_s <= at_s
     ]
-    return PeakMemory(at_s, rss_bytes, max(loads, default=0), seen.idle[name])
+    return PeakMemory(at_s, rss_bytes, max(loads, default=0), result.idle[name])
 
 
-def load_of(seen: Seen, name: str) -> list[tuple[float, int]]:
+def load_of(result: ArmResult, name: str) -> list[tuple[float, int]]:
     """Return the bytes that a process had to hold (live set and bodies in flight), with times."""
-    port = seen.ports[name]
+    port = result.ports[name]
     return [
         (sample.at_s, sample.held[port].live_bytes + sample.held[port].body_bytes)
-        for sample in seen.load
+        for sample in result.load
         if port in sample.held
     ]
 
 
-def left_over(seen: Seen) -> dict[str, float]:
+def left_over(result: ArmResult) -> dict[str, float]:
     """Return gauges of held bytes and entries that have grown, by process and name."""
     left: dict[str, float] = {}
-    for name, after in seen.after.items():
-        before = seen.cold[name].gauges
+    for name, after in result.after.items():
+        before = result.cold[name].gauges
         for gauge, value in after.gauges.items():
             if TABLES.match(gauge) and value > before.get(gauge, 0.0):
                 left[f"{name} {gauge}"] = value - before.get(gauge, 0.0)
     return left
 
 
-def named_at_peak(seen: Seen, name: str) -> dict[str, float]:
+def named_at_peak(result: ArmResult, name: str) -> dict[str, float]:
     """Return the gauges read nearest to its peak."""
-    at_s = peak_of(seen, name).at_s
-    scrapes = seen.scrapes.get(name, [])
+    at_s = peak_of(result, name).at_s
+    scrapes = result.scrapes.get(name, [])
     nearest = min(scrapes, key=lambda scrape: abs(scrape.at_s - at_s), default=None)
     return dict(nearest.held) if nearest else {}
 
 
-def figures_of(seen: Seen) -> dict[str, float]:
+def figures_of(result: ArmResult) -> dict[str, float]:
     """Return the figures by name, without the arm's prefix."""
-    peaks = [peak_of(seen, name) for name in seen.judged]
+    peaks = [peak_of(result, name) for name in result.judged]
     highest = max(peaks, key=lambda peak: peak.rss_bytes)
-    idle, resting = max(seen.idle.values()), max(seen.resting.values())
-    load = [sample for sample in seen.load if sample.at_s >= seen.began_s]
+    idle, resting = max(result.idle.values()), max(result.resting.values())
+    load = [sample for sample in result.load if sample.at_s >= result.began_s]
     turns_s = [turn_s for sample in load[1:] for turn_s in sample.turns_s]
     counts = Counter(load[-1].counts)
     counts.subtract(load[0].counts)
-    wall_s = sum(end_s - begin_s for begin_s, end_s in seen.waves)
-    lags = [lag for name in seen.judged for lag in _busy_lags(seen, name)]
+    wall_s = sum(end_s - begin_s for begin_s, end_s in result.waves)
+    lags = [lag for name in result.judged for lag in _busy_lags(result, name)]
     found = {
         "rollouts": float(counts["rollouts"]),
         "turns": float(counts["turns"]),
@@ -310,46 +315,46 @@ def figures_of(seen: Seen) -> dict[str, float]:
         "vanished": float(counts["vanished"]),
         "crashed": float(counts["crashed"]),
         "broken": float(counts["broken"]),
-        "groups": float(seen.num_groups),
-        "groups_dropped": float(seen.num_dropped),
+        "groups": float(result.num_groups),
+        "groups_dropped": float(result.num_dropped),
         "idle_mb": idle / MB,
         "peak_mb": highest.rss_bytes / MB,
-        "peak_kernel_mb": max(seen.peaks.values()) / MB,
+        "peak_kernel_mb": max(result.peaks.values()) / MB,
         "resting_mb": resting / MB,
-        "resting_vs_idle": max(seen.resting[name] / seen.idle[name] for name in seen.judged),
+        "resting_vs_idle": max(result.resting[name] / result.idle[name] for name in result.judged),
         "load_at_peak_mb": highest.load_bytes / MB,
         "peak_factor": max(peak.factor for peak in peaks),
-        "files_left": _left(seen, "num_files"),
-        "threads_left": _left(seen, "num_threads"),
-        "gauges": float(sum(map(_num_tables, seen.after.values()))),
-        "gauges_left": float(len(left_over(seen))),
-        "beats_missed": float(seen.num_missed),
-        "stopped_at_8_gib": float(seen.is_stopped),
+        "files_left": _left(result, "num_files"),
+        "threads_left": _left(result, "num_threads"),
+        "gauges": float(sum(map(_num_tables, result.after.values()))),
+        "gauges_left": float(len(left_over(result))),
+        "beats_missed": float(result.num_missed),
+        "stopped_at_8_gib": float(result.is_stopped),
     }
     if lags:
         for percent in (50, 99):
             found[f"lag_p{percent}_ms"] = 1e3 * percentile(lags, percent)
         found["lag_worst_ms"] = 1e3 * max(lags)
-    if fit := slope_of(seen.rests):
-        found |= {"waves": float(len(seen.rests))}
+    if fit := slope_of(result.rests):
+        found |= {"waves": float(len(result.rests))}
         found |= {"slope_mb_per_1000": fit.at, "slope_upper_mb_per_1000": fit.high}
     return found
 
 
-def _busy_lags(seen: Seen, name: str) -> Iterable[float]:
+def _busy_lags(result: ArmResult, name: str) -> Iterable[float]:
     """Lags during waves; idle loops are never late."""
-    at_s, lags = seen.lags.get(name, ((), ()))
-    starts = [begin_s for begin_s, _ in seen.waves]
+    at_s, lags = result.lags.get(name, ((), ()))
+    starts = [begin_s for begin_s, _ in result.waves]
     return [
         lag
         for at, lag in zip(at_s, lags, strict=True)
-        if (wave := bisect(starts, at)) and at <= seen.waves[wave - 1][1]
+        if (wave := bisect(starts, at)) and at <= result.waves[wave - 1][1]
     ]
 
 
-def _left(seen: Seen, what: str) -> float:
+def _left(result: ArmResult, what: str) -> float:
     return float(
-        max(getattr(seen.after[n], what) - getattr(seen.before[n], what) for n in seen.after)
+        max(getattr(result.after[n], what) - getattr(result.before[n], what) for n in result.after)
     )
 
 

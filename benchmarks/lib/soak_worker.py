@@ -28,7 +28,7 @@ import msgspec
 import uvloop
 
 from benchmarks.lib.serving_worker import PlainEnv
-from benchmarks.lib.soak_agents import AgentEnd, Seat
+from benchmarks.lib.soak_agents import AgentEnd, AgentRequest
 from rollmesh.cli import main as cli
 from rollmesh.core.errors import AgentFailed
 from rollmesh.core.heap import Heap
@@ -141,15 +141,17 @@ class SoakEnv(PlainEnv):
             # From here on the worker's pool has all its threads, so they can be counted.
             self._is_warm = True
             await asyncio.gather(*(asyncio.to_thread(time.sleep, 0.1) for _ in range(MANY)))
-        seat = Seat(agent.base_url, agent.api_key, task.data["number"], task.data["num_turns"])
+        request = AgentRequest(
+            agent.base_url, agent.api_key, task.data["number"], task.data["num_turns"]
+        )
         reader, writer = await asyncio.open_unix_connection(self._socket)
         try:
-            writer.write(msgspec.json.encode(seat) + b"\n")
-            ended = msgspec.json.decode(await reader.readline(), type=AgentEnd)
+            writer.write(msgspec.json.encode(request) + b"\n")
+            result = msgspec.json.decode(await reader.readline(), type=AgentEnd)
         finally:
             writer.close()
-        if ended.how != "done":
-            raise AgentFailed(f"{ended.how}: {ended.why}")
+        if result.outcome != "done":
+            raise AgentFailed(f"{result.outcome}: {result.error}")
         return Transcript()
 
 

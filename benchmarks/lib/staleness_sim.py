@@ -10,7 +10,7 @@
   come from one seed, so every arm gets the same rollouts.
 - Rollouts start when requested and continue through weight updates. Weights reach all engines at
   once, some time after a step, one publication after the other.
-- An arm knows only what a trainer knows. The world checks that no sample is trained beyond the
+- An arm knows only what a trainer knows. The simulation checks that no sample is trained beyond the
   bound, that no group is trained twice, and that each requested one is trained or dropped.
 """
 
@@ -302,7 +302,7 @@ class RunFigures(msgspec.Struct):
         }
 
 
-class World:
+class StalenessSimulation:
     """One simulated run."""
 
     def __init__(self, shape: FleetShape, arm: StalenessRule, seed: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lib.process_watch import OpenResources
-from benchmarks.lib.soak_run import Seen, left_over, slope
+from benchmarks.lib.soak_run import ArmResult, left_over, slope
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +72,7 @@ def test_held_bytes_are_leftovers_except_for_counts_and_caches() -> None:
         'rollmesh_cache_entries{cache="sinks"}': 1.0,
         "rollmesh_calls_total": 45.0,
     }
-    seen = Seen(
+    result = ArmResult(
         name="on",
         judged=["worker"],
         ports={},
@@ -83,7 +83,7 @@ def test_held_bytes_are_leftovers_except_for_counts_and_caches() -> None:
         cold={"worker": OpenResources(1, 1, cold)},
         after={"worker": OpenResources(1, 1, after)},
     )
-    assert left_over(seen) == {
+    assert left_over(result) == {
         'worker rollmesh_entries{table="blobs"}': 2.0,
         'worker rollmesh_held_bytes{what="graph"}': 7.0,
     }

@@ -13,8 +13,8 @@ from benchmarks.lib.staleness_sim import (
     Managed,
     RequestedGroup,
     RunFigures,
+    StalenessSimulation,
     StepBatch,
-    World,
     arms,
 )
 from rollmesh.core.config import StalePolicy
@@ -57,7 +57,7 @@ def test_no_sample_is_older_than_the_bound_and_all_that_is_asked_for_ends(
     at: int, shape: FleetShape, seed: int
 ) -> None:
     arm = arms(shape)[at]
-    outcome = World(shape, arm, seed).run(20)
+    outcome = StalenessSimulation(shape, arm, seed).run(20)
     assert max(outcome.ages) <= arm.bound
     num_again = outcome.num_requeued if arm.requeues else 0
     num_ended = outcome.num_trained + outcome.num_dropped + outcome.num_requeued
@@ -68,7 +68,7 @@ def test_no_sample_is_older_than_the_bound_and_all_that_is_asked_for_ends(
 @given(shape=SHAPES, seed=st.integers(0, 2**32))
 def test_waiting_drops_nothing_and_prefers_no_length(shape: FleetShape, seed: int) -> None:
     arm = Managed("wait", "wait", shape, shape.max_staleness)
-    outcome = World(shape, arm, seed).run(20)
+    outcome = StalenessSimulation(shape, arm, seed).run(20)
     assert (outcome.num_dropped, outcome.num_requeued, outcome.tokens_masked) == (0, 0, 0)
     assert (outcome.num_trained, outcome.tokens_trained) == (
         outcome.num_asked,
@@ -88,7 +88,7 @@ def test_dropping_and_masking_select_against_long_rollouts() -> None:
 
 def run(name: str, num_steps: int = 60) -> RunFigures:
     [arm] = [each for each in arms(FleetShape()) if each.name == name]
-    return World(FleetShape(), arm, 0).run(num_steps)
+    return StalenessSimulation(FleetShape(), arm, 0).run(num_steps)
 
 
 def test_every_arm_is_asked_the_same_and_a_seed_tells_the_same_twice() -> None:
@@ -166,7 +166,7 @@ def test_a_trainer_that_rises_from_its_journal_has_the_room_that_it_had(
     policy: StalePolicy, shape: FleetShape, seed: int
 ) -> None:
     arm = Crashing(policy, shape, seed)
-    outcome = World(shape, arm, seed).run(20)
+    outcome = StalenessSimulation(shape, arm, seed).run(20)
     assert arm.num_incarnations > 1
     assert max(outcome.ages) <= shape.max_staleness
     assert outcome.num_trained + outcome.num_dropped == outcome.num_asked

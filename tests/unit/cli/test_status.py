@@ -143,8 +143,8 @@ def test_a_watch_ends_by_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
     looks = iter([MeshReport(1.0, None, None, [])])
 
     def look() -> MeshReport:
-        for standing in looks:
-            return standing
+        for report in looks:
+            return report
         raise KeyboardInterrupt
 
     print_json(look, is_watched=True)

@@ -149,9 +149,9 @@ class ResponseRecorder:
         self.ends.append(error)
         self._moved.set()
 
-    async def until(self, is_so: Callable[[], object]) -> None:
+    async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(PATIENCE_S):
-            while not is_so():
+            while not condition():
                 self._moved.clear()
                 await self._moved.wait()
 

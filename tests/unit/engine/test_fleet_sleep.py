@@ -1,4 +1,4 @@
-"""A sleeping engine gets no requests until its coordinator or operator wakes it."""
+"""A sleeping engine gets no requests until a WakeEngine request."""
 
 import pytest
 

@@ -40,10 +40,10 @@ class TokenRecorder:
     def token_ids(self) -> list[int]:
         return [token for chunk in self.chunks for token in chunk.token_ids]
 
-    async def until(self, is_so: Callable[[], object]) -> None:
-        """Wait until a call has made `is_so` true."""
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until a call has made `condition` true."""
         async with asyncio.timeout(PATIENCE_S):
-            while not is_so():
+            while not condition():
                 self._moved.clear()
                 await self._moved.wait()
 
