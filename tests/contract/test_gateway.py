@@ -181,10 +181,10 @@ async def test_a_schema_constrains_answers_in_every_dialect(
 ) -> None:
     caller = await door.session(sampling="eval")
     schema = {"enum": ["yes", "no"]}
-    asked = {"type": "json_schema", "json_schema": {"name": "told", "schema": schema}}
+    asked = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     chat = await caller.ask(CHAT, messages=HELLO, max_tokens=40, response_format=asked)
     assert json.loads(chat["choices"][0]["message"]["content"]) in ("yes", "no")
-    text = {"format": {"type": "json_schema", "name": "told", "schema": schema}}
+    text = {"format": {"type": "json_schema", "name": "answer", "schema": schema}}
     answer = await caller.ask(RESPONSES, input="hello", max_output_tokens=40, text=text)
     (item,) = answer["output"]
     assert json.loads(item["content"][0]["text"]) in ("yes", "no")

@@ -34,7 +34,7 @@ PATHS: dict[str, Json] = {
     RESPONSES: {"input": "hello", "max_output_tokens": NUM_TOKENS, **LONG},
 }
 YES = "yes" * 30
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "told", "schema": {"enum": [YES]}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": [YES]}}}
 """A turn with this penalty cannot be resumed."""
 PAUSE_S = 60.0
 SDK_TIMEOUT_S = 600.0

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.flow.router_process import RouterProcess, Town
+from tests.flow.router_process import RouterProcess, ScriptedPeers
 
 
 @pytest.fixture
-def town() -> Iterator[Town]:
-    town = Town()
-    yield town
-    town.close()
+def peers() -> Iterator[ScriptedPeers]:
+    peers = ScriptedPeers()
+    yield peers
+    peers.close()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ class Witness:
     ) -> list[dict[str, Any]]:
         """For each row: the rank, and the file and offset of its memory."""
         del row_weights
-        return [{"rank": self._rank, "lies": where(row["arrays"].data_ptr())} for row in rows]
+        return [{"rank": self._rank, "place": where(row["arrays"].data_ptr())} for row in rows]
 
 
 def where(address: int) -> list[Any]:

@@ -138,7 +138,7 @@ def until(condition: Callable[[], object], *peers: Peer) -> None:
             peer.poll()
 
 
-class Town:
+class ScriptedPeers:
     """All peers and worker processes of a test; closed at its end."""
 
     def __init__(self) -> None:

@@ -274,7 +274,7 @@ async def test_early_closes_leave_nothing(canary: Canary) -> None:
         send(agent, whole[: int(share * len(whole))] if cut else whole, closes=True)
 
     await in_thread(close)
-    while agent.server.num_open:  # noqa: ASYNC110 - nobody tells when the last lost client is noticed
+    while agent.server.num_open:  # noqa: ASYNC110 - no event announces the last lost client
         await asyncio.sleep(0)
     await canary.assert_unharmed()
 

@@ -77,7 +77,7 @@ def test_two_ranks_read_the_same_bytes_that_the_intake_wrote(folder: Path) -> No
             groups = [sample.group_id for sample in samples]
             call = RoleCall("sums.look", rule=DispatchRule(groups=groups, uneven="pad"))
             seen = controller.call(call, [{"arrays": handle} for handle in handles])
-            assert [each["lies"] for each in seen] == written
+            assert [each["place"] for each in seen] == written
             assert {each["rank"] for each in seen} == {0, 1}
             assert {path.startswith("/dev/shm/rollmesh-") for path, _ in written} == {True}
             intake.pacer.close()

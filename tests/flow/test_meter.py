@@ -16,7 +16,7 @@ import pytest
 
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
-from tests.flow.lying_engine import Lie, honest, running
+from tests.flow.faulty_engine import LogprobFault, no_fault, running
 
 OFF = 0.5
 """The error of a faulty engine's log-probs; the bound is 0.05."""
@@ -60,12 +60,12 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         yield msgspec.json.decode(line)
 
 
-async def run_mesh(folder: Path, env: str, *faults: Lie) -> Ended:
+async def run_mesh(folder: Path, env: str, *faults: LogprobFault) -> Ended:
     """Run `rollmesh up` to its end, with an engine for each fault."""
     model = folder / "model"
     write_tiny_model(model, texts_of(GuessEnv()), TinyShape(), seed=0)
     async with AsyncExitStack() as stack:
-        engines = [await stack.enter_async_context(running(model, lie)) for lie in faults]
+        engines = [await stack.enter_async_context(running(model, fault)) for fault in faults]
         values = SETTINGS | {
             "run": {"name": "run", "folder": str(folder)},
             "env": env,
@@ -86,36 +86,36 @@ async def run_mesh(folder: Path, env: str, *faults: Lie) -> Ended:
 
 @pytest.mark.slow
 async def test_a_faulty_engine_is_masked_and_fenced_and_training_continues(tmp_path: Path) -> None:
-    ended = await run_mesh(tmp_path, "guess", honest, lambda _: OFF)
-    good, liar = ended.engines
+    ended = await run_mesh(tmp_path, "guess", no_fault, lambda _: OFF)
+    good, faulty = ended.engines
     assert (ended.summary["num_steps"], ended.summary["num_lost"]) == (NUM_STEPS, 0)
     for row in ended.exact(engine=good):
         assert row["max_gap"] < 1e-3
         assert row["num_masked"] == 0
-    for row in ended.exact(engine=liar):
+    for row in ended.exact(engine=faulty):
         assert row["mean_gap"] == pytest.approx(OFF, abs=1e-3)
         assert row["num_masked"] == row["num_samples"]
     for step in ended.steps:
         exact = [row for row in step["exactness"] if row["kind"] == "exact"]
         assert step["num_masked"] == sum(row["num_masked"] for row in exact)
         assert step["num_masked"] < step["num_samples"]
-    assert {each["engine"] for each in ended.logged("samples.masked")} == {liar}
-    assert {each["url"] for each in ended.logged("engine.distrusted")} == {liar}
+    assert {each["engine"] for each in ended.logged("samples.masked")} == {faulty}
+    assert {each["url"] for each in ended.logged("engine.distrusted")} == {faulty}
     fenced = ended.logged("engine.fenced")
-    assert {each["url"] for each in fenced} == {liar}
+    assert {each["url"] for each in fenced} == {faulty}
     assert "none of" in fenced[0]["why"]
     # The engine returned with the next weights, and was found faulty with them again.
-    assert len({row["policy_version"] for row in ended.exact(engine=liar)}) >= 2
+    assert len({row["policy_version"] for row in ended.exact(engine=faulty)}) >= 2
     num_masked = {row["engine"]: row["num_masked"] for row in ended.summary["exactness"]}
-    assert num_masked[good] == 0 < num_masked[liar]
+    assert num_masked[good] == 0 < num_masked[faulty]
 
 
 @pytest.mark.slow
 async def test_a_fault_of_one_dialect_is_named_and_no_engine_is_blamed(tmp_path: Path) -> None:
-    def lie(num_prompt_tokens: int) -> float:
+    def fault(num_prompt_tokens: int) -> float:
         return OFF if num_prompt_tokens > LONG_PROMPT else 0.0
 
-    ended = await run_mesh(tmp_path, "tests.flow.two_dialects:TwoDialects", lie, lie)
+    ended = await run_mesh(tmp_path, "tests.flow.two_dialects:TwoDialects", fault, fault)
     assert ended.summary["num_steps"] == NUM_STEPS
     assert all(row["num_masked"] == row["num_samples"] for row in ended.exact(dialect="messages"))
     assert all(row["num_masked"] == 0 for row in ended.exact(dialect="chat"))

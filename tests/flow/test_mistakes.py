@@ -117,7 +117,7 @@ def test_a_port_in_use_is_a_one_line_error(tmp_path: Path, mesh_toml: Path) -> N
 def test_an_environment_that_cannot_be_loaded_is_a_one_line_error(
     tmp_path: Path, router: RouterProcess, env: str, message: str
 ) -> None:
-    # The router is told as well, so it must run; a worker waits for a router that is away.
+    # The worker reports it to the router too, so the router must run; otherwise it would wait.
     args = ["worker", "--router", router.ready.address, "--model-dir", "."]
     code, err = rollmesh(*args, "--set", f"env={env}", cwd=tmp_path)
     assert (code, err.count("\n")) == (2, 1)

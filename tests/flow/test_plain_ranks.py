@@ -36,7 +36,7 @@ def test_a_loop_has_the_same_curve_with_and_without_a_controller() -> None:
         curves = [line.findall(output_of(each)) for each in (plain, led)]
     assert len(curves[0]) == 3
     assert curves[0] == curves[1]
-    assert {num_ahead for *_, num_ahead in curves[0]} == {"1"}, "as both say by `staleness`"
+    assert {num_ahead for *_, num_ahead in curves[0]} == {"1"}, "as both set by `staleness`"
 
 
 def test_a_plain_rank_calls_its_own_roles_and_holds_nothing() -> None:

@@ -14,7 +14,7 @@ from rollmesh.core.process import USAGE
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.weights.publisher import PublishReport
 from tests.contract.processes import embedded_engine
-from tests.flow.lying_engine import ignoring
+from tests.flow.faulty_engine import ignoring
 from tests.publications import publications
 
 BF16 = ("--weight-version", "0", "--dtype", "bfloat16")

@@ -123,11 +123,9 @@ def check(mesh: TrainedMesh, seen: list[dict[str, Any]]) -> None:
     rows, rollouts = check_rows(mesh)
     steps = {str(group_id): step for step, ids in history.steps.items() for group_id in ids}
     for row in rollouts:
-        assert row["step"] == steps.get(
-            row["rollout_id"].rpartition("/")[0]
-        )  # The curve is continuous: repeated steps reproduced their figures.
+        assert row["step"] == steps.get(row["rollout_id"].rpartition("/")[0])
     assert summary["num_asked"] == len(history.asked) * samples
-    # The curve goes on: what was done again came out as it was.
+    # The curve is continuous: repeated steps reproduced their figures.
     final = curve(rows)
     for step, figures in curve(seen).items():
         assert final[step] == figures

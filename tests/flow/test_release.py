@@ -290,7 +290,7 @@ class Mesh:
         if ending == "cancelled":
             await self.env.begun.wait()
             self.router.send(CancelRun(group_id, "it is no longer wanted"))
-            while self.runtime.entries()["scopes"]:  # noqa: ASYNC110 - it has nothing to tell
+            while self.runtime.entries()["scopes"]:  # noqa: ASYNC110 - no event announces it
                 await asyncio.sleep(0)
             await self.env.hang_up()
             return None
@@ -300,7 +300,7 @@ class Mesh:
         match ending:
             case "unwanted":
                 self.router.send(CancelRun(group_id, "it is no longer wanted"))
-                while self.worker.report_status().unacked_bytes:  # noqa: ASYNC110 - it has nothing to tell
+                while self.worker.report_status().unacked_bytes:  # noqa: ASYNC110 - no event announces it
                     await asyncio.sleep(0)
             case "never acked":
                 await self.router.next(GroupLost)
@@ -392,12 +392,11 @@ async def test_nothing_of_a_rollout_is_reachable_once_it_was_delivered(
             del record
             # Aborts are repeated for a moment, only the server notices lost clients, and a thread
             # of zmq's releases sent messages.
-            # was sent is let go of by a thread of zmq's.
             with suppress(TimeoutError):
                 async with asyncio.timeout(SOON_S):
-                    while in_use(mesh):  # noqa: ASYNC110 - as said
+                    while in_use(mesh):  # noqa: ASYNC110 - no event announces it
                         await asyncio.sleep(0)
-                    while left_of_rollouts(mesh.env.mark):  # noqa: ASYNC110 - as said
+                    while left_of_rollouts(mesh.env.mark):  # noqa: ASYNC110 - no event announces it
                         await asyncio.sleep(0)
             left = in_use(mesh) + left_of_rollouts(mesh.env.mark)
             chains = map(holders, left[:12])

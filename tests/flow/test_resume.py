@@ -64,7 +64,7 @@ def test_a_run_continues_after_its_trainer_or_all_of_it_was_killed(tmp_path: Pat
     assert "the trainer resumes from checkpoint" in out
     check_whole(run, num_steps)
     with start(tmp_path, "--resume", **settings) as process:
-        assert ended(process)[0] == 2, "there is nothing to go on with"
+        assert ended(process)[0] == 2, "there is nothing to resume"
 
 
 def check_whole(run: Path, num_steps: int) -> None:

@@ -21,11 +21,13 @@ from rollmesh.wire.messages import (
     RunGroup,
     WorkerHello,
 )
-from tests.flow.router_process import Peer, RouterProcess, Town, ask, until
+from tests.flow.router_process import Peer, RouterProcess, ScriptedPeers, ask, until
 
 
-def test_a_group_goes_to_a_worker_and_its_body_unchanged(router: RouterProcess, town: Town) -> None:
-    asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
+def test_a_group_goes_to_a_worker_and_its_body_unchanged(
+    router: RouterProcess, peers: ScriptedPeers
+) -> None:
+    asker, runner = peers.client(router.ready.address), peers.worker(router.ready.address, "w0")
     asker.send(ask(1), body=b"\x00 not for routers \xff")
     until(lambda: runner.of(RunGroup) and asker.of(GroupMoved), runner, asker)
     [packet] = [p for p in runner.received if isinstance(p.message, RunGroup)]
@@ -39,8 +41,8 @@ def test_a_group_goes_to_a_worker_and_its_body_unchanged(router: RouterProcess, 
     assert states[-3:] == [GroupState.ASSIGNED, GroupState.RUNNING, GroupState.DONE]
 
 
-def test_status_health_and_metrics_are_served(router: RouterProcess, town: Town) -> None:
-    runner = town.worker(router.ready.address, "w0")
+def test_status_health_and_metrics_are_served(router: RouterProcess, peers: ScriptedPeers) -> None:
+    runner = peers.worker(router.ready.address, "w0")
     until(lambda: router.status()["workers"], runner)
     status = router.status()
     [row] = status["workers"]
@@ -50,36 +52,40 @@ def test_status_health_and_metrics_are_served(router: RouterProcess, town: Town)
     assert b'rollmesh_worker_up{worker_id="w0"} 1.0' in router.get("/metrics")
 
 
-def test_garbage_on_the_wire_is_counted_and_survived(router: RouterProcess, town: Town) -> None:
-    garbage_peer = town.peer(router.ready.address, "vandal").dialer
+def test_garbage_on_the_wire_is_counted_and_survived(
+    router: RouterProcess, peers: ScriptedPeers
+) -> None:
+    garbage_peer = peers.peer(router.ready.address, "vandal").dialer
     for frames in ([b""], [b"\xff" * 40], [b"", b"", b""], [b"\x93\x01\xa0\x91\xa1x", b""]):
         garbage_peer.socket.send_multipart(frames)
     until(lambda: router.status()["counts"]["malformed"] == 4)
-    asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
+    asker, runner = peers.client(router.ready.address), peers.worker(router.ready.address, "w0")
     asker.send(ask(1))
     until(lambda: runner.of(RunGroup), runner, asker)
     assert router.status()["counts"]["packets_failed"] == 0
 
 
 def test_clients_that_request_and_leave_harm_no_other_client(
-    router: RouterProcess, town: Town
+    router: RouterProcess, peers: ScriptedPeers
 ) -> None:
     for number in range(20):
-        passer = town.peer(router.ready.address, f"p{number}")
+        passer = peers.peer(router.ready.address, f"p{number}")
         passer.send(ClientHello(f"p{number}"))
         passer.send(AskGroup(GroupId(f"p{number}", 0), f"p{number}", "none", 4, "tcp://x"))
         passer.dialer.close()
     until(lambda: router.status()["num_clients"] >= 1)
-    asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
+    asker, runner = peers.client(router.ready.address), peers.worker(router.ready.address, "w0")
     asker.send(ask(1))
     until(lambda: runner.of(RunGroup), runner, asker)
     assert router.process.poll() is None
 
 
-def test_a_peer_that_does_not_read_blocks_no_other_peer(router: RouterProcess, town: Town) -> None:
+def test_a_peer_that_does_not_read_blocks_no_other_peer(
+    router: RouterProcess, peers: ScriptedPeers
+) -> None:
     starter, sleeper = (
-        town.peer(router.ready.address, "launch"),
-        town.peer(router.ready.address, "sleeper"),
+        peers.peer(router.ready.address, "launch"),
+        peers.peer(router.ready.address, "sleeper"),
     )
     for number in range(20):
         starter.send(JoinEngine(number, f"http://127.0.0.1:1/{'long' * 50}{number}"))
@@ -92,18 +98,18 @@ def test_a_peer_that_does_not_read_blocks_no_other_peer(router: RouterProcess, t
         return bool(router.status()["counts"]["unsent"] > 0)
 
     until(has_overflowed)
-    asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
+    asker, runner = peers.client(router.ready.address), peers.worker(router.ready.address, "w0")
     asker.send(ask(1))
     until(lambda: runner.of(RunGroup), runner, asker)
     assert runner.of(RunGroup)[0].group_id == GroupId("r1", 1)
 
 
 def test_a_restarted_router_learns_the_running_groups_and_runs_nothing_twice(
-    tmp_path: Path, town: Town
+    tmp_path: Path, peers: ScriptedPeers
 ) -> None:
     with RouterProcess(tmp_path) as first:
         address = first.ready.address
-        asker, runner = town.client(address), town.worker(address, "w0")
+        asker, runner = peers.client(address), peers.worker(address, "w0")
         asker.send(ask(1))
         until(lambda: runner.of(RunGroup), asker, runner)
         runner.send(GroupStarted(GroupId("r1", 1), 1))
@@ -113,7 +119,7 @@ def test_a_restarted_router_learns_the_running_groups_and_runs_nothing_twice(
     before = runner.received[-1].router
     # Slow heartbeats leave the peers time for their claims, however busy the machine is.
     with RouterProcess(tmp_path, bind=address, beat_s=2.0):
-        idle = town.worker(address, "w1")
+        idle = peers.worker(address, "w1")
         # Their heartbeats continue; the answers show them that the router was restarted.
         for peer in (asker, runner, idle):
             until(partial(has_met_another, peer, before), asker, runner, idle)
@@ -134,12 +140,12 @@ def has_met_another(peer: Peer, router: str) -> bool:
 
 
 def test_an_engine_of_an_allowed_host_joins_on_request_and_the_table_reaches_the_workers(
-    tmp_path: Path, town: Town
+    tmp_path: Path, peers: ScriptedPeers
 ) -> None:
     with RouterProcess(tmp_path, settings=('engine.allow_hosts=["127.0.0.0/8"]',)) as router:
         runner, starter = (
-            town.worker(router.ready.address, "w0"),
-            town.peer(router.ready.address, "launch"),
+            peers.worker(router.ready.address, "w0"),
+            peers.peer(router.ready.address, "launch"),
         )
         starter.send(JoinEngine(7, "http://127.0.0.1:1"))
         until(lambda: starter.of(FleetAnswered), starter)

@@ -37,7 +37,7 @@ from tests.flow.router_process import (
     PATIENCE_S,
     Peer,
     RouterProcess,
-    Town,
+    ScriptedPeers,
     ask,
     has_started,
     until,
@@ -47,12 +47,12 @@ NEVER_MISSED = 10_000
 """More missed heartbeats than a test lasts."""
 
 
-def serves(router: RouterProcess, town: Town, seq: int = 1000) -> None:
+def serves(router: RouterProcess, peers: ScriptedPeers, seq: int = 1000) -> None:
     """Check that a new client's group reaches a new worker."""
     address, name = router.ready.address, f"honest-{seq}"
-    runner = town.peer(address, name, WorkerBeat(name, 0, True, 0, 0.0, 0, 0, 0, 0))
+    runner = peers.peer(address, name, WorkerBeat(name, 0, True, 0, 0.0, 0, 0, 0, 0))
     runner.send(WorkerHello(name, f"env-{seq}", 8, 1, "here"))
-    asker = town.peer(address, f"client-{seq}", ClientBeat(f"client-{seq}", 1))
+    asker = peers.peer(address, f"client-{seq}", ClientBeat(f"client-{seq}", 1))
     asker.send(AskGroup(GroupId("honest", seq), f"client-{seq}", f"env-{seq}", 1, "tcp://sink"))
     until(lambda: runner.of(RunGroup), runner, asker)
 
@@ -61,15 +61,15 @@ def serves(router: RouterProcess, town: Town, seq: int = 1000) -> None:
 
 
 def test_a_killed_local_worker_is_noticed_before_it_misses_heartbeats(
-    tmp_path: Path, town: Town
+    tmp_path: Path, peers: ScriptedPeers
 ) -> None:
     # The router notices the end of the process.
     with RouterProcess(tmp_path, missed_beats=NEVER_MISSED) as router:
-        asker = town.client(router.ready.address)
+        asker = peers.client(router.ready.address)
         asker.send(ask(1))
-        doomed = town.process(router.ready.address, "doomed")
+        doomed = peers.process(router.ready.address, "doomed")
         has_started(doomed)
-        runner = town.worker(router.ready.address, "w1")
+        runner = peers.worker(router.ready.address, "w1")
         until(lambda: router.worker("w1"), runner, asker)
         doomed.kill()
         until(lambda: runner.of(RunGroup), runner, asker)
@@ -78,13 +78,13 @@ def test_a_killed_local_worker_is_noticed_before_it_misses_heartbeats(
 
 
 def test_a_killed_remote_worker_is_noticed_by_its_missed_heartbeats(
-    router: RouterProcess, town: Town
+    router: RouterProcess, peers: ScriptedPeers
 ) -> None:
-    asker = town.client(router.ready.address)
+    asker = peers.client(router.ready.address)
     asker.send(ask(1))
-    doomed = town.process(router.ready.address, "doomed", host="far-away")
+    doomed = peers.process(router.ready.address, "doomed", host="far-away")
     has_started(doomed)
-    runner = town.worker(router.ready.address, "w1")
+    runner = peers.worker(router.ready.address, "w1")
     until(lambda: router.worker("w1"), runner, asker)
     doomed.kill()
     until(lambda: runner.of(RunGroup), runner, asker)
@@ -96,10 +96,10 @@ def test_a_killed_remote_worker_is_noticed_by_its_missed_heartbeats(
 
 
 def test_a_stopped_worker_delays_no_other_worker_before_it_is_noticed(
-    tmp_path: Path, town: Town
+    tmp_path: Path, peers: ScriptedPeers
 ) -> None:
     with RouterProcess(tmp_path, missed_beats=NEVER_MISSED) as router:
-        asker, stopped, runner = beside_a_stopped_worker(router, town)
+        asker, stopped, runner = beside_a_stopped_worker(router, peers)
         for seq in range(1, 30):
             asker.send(ask(seq), body=bytes(10**6))
             until(partial(has_run_or_waits, runner, asker, seq), runner, asker)
@@ -109,25 +109,25 @@ def test_a_stopped_worker_delays_no_other_worker_before_it_is_noticed(
 
 
 def beside_a_stopped_worker(
-    router: RouterProcess, town: Town
+    router: RouterProcess, peers: ScriptedPeers
 ) -> tuple[Peer, "subprocess.Popen[bytes]", Peer]:
     """A client, a worker that is stopped during a group, and a worker that runs."""
     address = router.ready.address
-    asker = town.client(address)
-    stopped = town.process(address, "stopped", host="far-away")
+    asker = peers.client(address)
+    stopped = peers.process(address, "stopped", host="far-away")
     until(lambda: router.worker("stopped"), asker)
     asker.send(ask(0), body=bytes(10**6))
     has_started(stopped)
     stopped.send_signal(signal.SIGSTOP)
-    runner = town.worker(address, "w1")
+    runner = peers.worker(address, "w1")
     until(lambda: router.worker("w1"), runner, asker)
     return asker, stopped, runner
 
 
 def test_a_group_of_a_stopped_worker_and_its_successor_counts_once(
-    router: RouterProcess, town: Town
+    router: RouterProcess, peers: ScriptedPeers
 ) -> None:
-    asker, stopped, runner = beside_a_stopped_worker(router, town)
+    asker, stopped, runner = beside_a_stopped_worker(router, peers)
     until(lambda: router.worker("stopped")["state"] == "lost", runner, asker)
     until(lambda: has_run(runner, 0), runner, asker)
     stopped.send_signal(signal.SIGCONT)
@@ -154,13 +154,13 @@ def has_run_or_waits(runner: Peer, asker: Peer, seq: int) -> bool:
 
 
 def test_a_blocked_loop_is_shown_and_given_up_only_past_its_limit(
-    tmp_path: Path, town: Town
+    tmp_path: Path, peers: ScriptedPeers
 ) -> None:
     with RouterProcess(tmp_path, max_lag_s=5.0) as router:
-        asker, busy = town.client(router.ready.address), town.worker(router.ready.address, "busy")
+        asker, busy = peers.client(router.ready.address), peers.worker(router.ready.address, "busy")
         asker.send(ask(1))
         until(lambda: busy.of(RunGroup), busy, asker)
-        idle = town.worker(router.ready.address, "idle")
+        idle = peers.worker(router.ready.address, "idle")
         busy.beat = WorkerBeat("busy", 4, True, 0, 4.0, 0, 0, 0, 0, "run (my_env.py:7)")
         until(lambda: router.worker("busy").get("loop_lag_s") == 4.0, busy, idle, asker)
         assert router.worker("busy")["state"] == "live"
@@ -177,13 +177,13 @@ def test_a_blocked_loop_is_shown_and_given_up_only_past_its_limit(
 
 
 def test_an_env_that_does_not_load_fails_all_waiting_groups_at_once(
-    router: RouterProcess, town: Town
+    router: RouterProcess, peers: ScriptedPeers
 ) -> None:
-    asker = town.client(router.ready.address)
+    asker = peers.client(router.ready.address)
     for seq in range(3):
         asker.send(ask(seq))
     until(lambda: router.status()["queue"]["queued"] == 3, asker)
-    failing = town.peer(router.ready.address, "w0")
+    failing = peers.peer(router.ready.address, "w0")
     failing.send(EnvFailed("w0", "guess", "no module named x"))
     until(lambda: len(asker.of(GroupFailed)) == 3, asker)
     asker.send(ask(3))
@@ -192,10 +192,10 @@ def test_an_env_that_does_not_load_fails_all_waiting_groups_at_once(
 
 
 def test_a_group_whose_env_has_no_worker_gets_the_reason_and_waits(
-    tmp_path: Path, town: Town
+    tmp_path: Path, peers: ScriptedPeers
 ) -> None:
     with RouterProcess(tmp_path, beat_s=0.1, missed_beats=50) as router:
-        asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
+        asker, runner = peers.client(router.ready.address), peers.worker(router.ready.address, "w0")
         asker.send(AskGroup(GroupId("r1", 1), "c", "typo", 4, "tcp://sink"))
         until(lambda: asker.of(GroupMoved) and asker.of(GroupMoved)[-1].reason, asker, runner)
         [moved] = [each for each in asker.of(GroupMoved) if each.reason]
@@ -203,19 +203,19 @@ def test_a_group_whose_env_has_no_worker_gets_the_reason_and_waits(
         assert moved.reason.startswith("no worker has served env 'typo' for ")
         assert moved.reason.endswith("; there are workers of guess")
         until(router.causes, asker, runner)
-        late = town.peer(router.ready.address, "w1")
+        late = peers.peer(router.ready.address, "w1")
         late.send(WorkerHello("w1", "typo", 8, 1, "here"))
         until(lambda: late.of(RunGroup), late, asker, runner)
         until(lambda: not router.causes(), late, asker, runner)
 
 
 def test_groups_that_wait_for_a_dead_engine_get_the_engine_as_reason(
-    tmp_path: Path, town: Town
+    tmp_path: Path, peers: ScriptedPeers
 ) -> None:
     with closing(listen("127.0.0.1:0", None)) as refusing:
         url = f"http://127.0.0.1:{refusing.getsockname()[1]}"
     with RouterProcess(tmp_path, beat_s=0.1, missed_beats=50, engine=url) as router:
-        asker = town.client(router.ready.address)
+        asker = peers.client(router.ready.address)
         asker.send(AskGroup(GroupId("r1", 1), "c", "typo", 4, "tcp://sink"))
         until(lambda: asker.of(GroupMoved) and asker.of(GroupMoved)[-1].reason, asker)
         until(router.causes, asker)
@@ -226,11 +226,11 @@ def test_groups_that_wait_for_a_dead_engine_get_the_engine_as_reason(
 
 
 def test_a_drain_reaches_its_worker_and_one_of_an_unknown_worker_is_refused(
-    router: RouterProcess, town: Town
+    router: RouterProcess, peers: ScriptedPeers
 ) -> None:
-    runner = town.worker(router.ready.address, "w0")
+    runner = peers.worker(router.ready.address, "w0")
     until(lambda: router.worker("w0"), runner)
-    typist = town.peer(router.ready.address, "cli")
+    typist = peers.peer(router.ready.address, "cli")
     typist.send(AskDrain(1, "w9", ""))
     typist.send(AskDrain(2, "w0", "an update"))
     until(lambda: len(typist.of(DrainAnswered)) == 2, typist, runner)
@@ -242,15 +242,15 @@ def test_a_drain_reaches_its_worker_and_one_of_an_unknown_worker_is_refused(
     until(lambda: router.worker("w0")["state"] == "draining", runner)
 
 
-def test_overload_is_answered_with_a_retry_time(tmp_path: Path, town: Town) -> None:
+def test_overload_is_answered_with_a_retry_time(tmp_path: Path, peers: ScriptedPeers) -> None:
     with RouterProcess(tmp_path, max_queued_groups=2) as router:
-        asker = town.client(router.ready.address)
+        asker = peers.client(router.ready.address)
         for seq in range(5):
             asker.send(ask(seq))
         until(lambda: len(asker.of(AskRefused)) == 3, asker)
         assert all(refused.retry_after_s > 0 for refused in asker.of(AskRefused))
         assert all(refused.reason.startswith("overloaded: ") for refused in asker.of(AskRefused))
-        runner = town.worker(router.ready.address, "w0")
+        runner = peers.worker(router.ready.address, "w0")
         until(lambda: len(runner.of(RunGroup)) == 2, asker, runner)
         asker.send(ask(4))
         until(lambda: has_run(runner, 4), asker, runner)
@@ -260,22 +260,24 @@ def test_overload_is_answered_with_a_retry_time(tmp_path: Path, town: Town) -> N
 
 
 def test_a_client_that_vanishes_at_any_point_harms_no_other_client(
-    router: RouterProcess, town: Town
+    router: RouterProcess, peers: ScriptedPeers
 ) -> None:
-    runner = town.worker(router.ready.address, "w0")
+    runner = peers.worker(router.ready.address, "w0")
     until(lambda: router.worker("w0"), runner)
     for step_number in range(5):
-        vanish_after(router, town, runner, step_number)
-        serves(router, town, step_number)
+        vanish_after(router, peers, runner, step_number)
+        serves(router, peers, step_number)
     assert router.process.poll() is None
 
 
-def vanish_after(router: RouterProcess, town: Town, runner: Peer, step_number: int) -> None:
+def vanish_after(
+    router: RouterProcess, peers: ScriptedPeers, runner: Peer, step_number: int
+) -> None:
     """A client that stops after step `step_number`, without a message and with its answers
     unread.
     """
     name, group_id = f"passer-{step_number}", GroupId("passer", step_number)
-    passer = town.peer(router.ready.address, name)
+    passer = peers.peer(router.ready.address, name)
     steps: list[Callable[[], None]] = [
         lambda: passer.send(ClientHello(name)),
         lambda: passer.send(AskGroup(group_id, name, "guess", 1, "tcp://x")),
@@ -304,21 +306,21 @@ socket.close(linger=60000)
 
 
 def test_garbage_from_many_peers_is_counted_and_the_mesh_continues(
-    router: RouterProcess, town: Town
+    router: RouterProcess, peers: ScriptedPeers
 ) -> None:
     num_messages = 2000
     argv = [sys.executable, "-c", RANDOM_PEER, router.ready.address]
     random_peers = [subprocess.Popen([*argv, str(seed), str(num_messages)]) for seed in range(2)]
-    serves(router, town)
+    serves(router, peers)
     assert [random_peer.wait(PATIENCE_S) for random_peer in random_peers] == [0, 0]
     until(lambda: router.status()["counts"]["malformed"] == 2 * num_messages)
     assert router.status()["counts"]["packets_failed"] == 0
-    serves(router, town, 2000)
+    serves(router, peers, 2000)
 
 
 @pytest.mark.parametrize("num_bytes", [2**26 + 1, 2**40])
 def test_an_oversized_frame_closes_its_connection_and_nothing_else(
-    router: RouterProcess, town: Town, num_bytes: int
+    router: RouterProcess, peers: ScriptedPeers, num_bytes: int
 ) -> None:
     host, port = router.ready.address.removeprefix("tcp://").split(":")
     raw: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.STREAM)
@@ -335,4 +337,4 @@ def test_an_oversized_frame_closes_its_connection_and_nothing_else(
     while raw.recv_multipart()[-1] != b"":
         pass  # the router's own greeting; an empty frame means that the connection is closed
     raw.close(linger=0)
-    serves(router, town)
+    serves(router, peers)

@@ -169,7 +169,7 @@ async def test_no_object_of_a_call_outlives_its_session(
                 registry.delete(registry.find(opened.captured.session_id))
             forget()
             del opened
-            while not ours().keys().isdisjoint(PASSING):  # noqa: ASYNC110 - told by nobody
+            while not ours().keys().isdisjoint(PASSING):  # noqa: ASYNC110 - no event announces it
                 await asyncio.sleep(0)
             assert backend.num_open() == backend.num_live() == 0
             left.append(ours())
@@ -259,7 +259,7 @@ class GatewayInProcess:
             writer.transport.abort()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        while not condition():  # noqa: ASYNC110 - told by nobody
+        while not condition():  # noqa: ASYNC110 - no event announces it
             await asyncio.sleep(0)
 
 

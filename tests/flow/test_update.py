@@ -195,7 +195,7 @@ def draining_shell(router: str, seconds: float) -> PublishShell:
     """A publisher's shell whose engines may drain for `seconds`, under leases of two seconds."""
     shell = PublishShell(router, PublishConfig(lease_s=2.0))
     settings = PublisherSettings(lease_s=2.0, drain_leases=seconds / 2.0)
-    shell._publisher = Publisher(settings)  # noqa: SLF001 - nobody sets it but tests
+    shell._publisher = Publisher(settings)  # noqa: SLF001 - only tests set it
     return shell
 
 

@@ -64,7 +64,7 @@ def collections(module: Module) -> Iterator[Fault]:
         if not isinstance(node, ast.Call) or dotted(node.func) != "gc.collect":
             continue
         if followers.get(node.lineno) != "gc.freeze":
-            yield module.fault(node, "a full collection; let go by reference counts instead")
+            yield module.fault(node, "a full collection; free objects by reference counts instead")
 
 
 def _called(node: ast.stmt) -> str:

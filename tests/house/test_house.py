@@ -97,7 +97,7 @@ def texts() -> Iterator[tuple[str, str]]:
 def test_config_keys_are_frozen() -> None:
     frozen = (ROOT / "tests/house/config_keys.txt").read_text("ascii").split()
     keys = sorted(config_keys(Config))
-    assert keys == frozen, "a setting came or went: CONTRIBUTING.md says what a new key needs"
+    assert keys == frozen, "a setting was added or removed: see CONTRIBUTING.md on new keys"
 
 
 def test_listed_skips_name_test_files_that_exist() -> None:

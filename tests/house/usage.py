@@ -30,7 +30,7 @@ PLAIN_BASES = {
 }  # fmt: skip
 PLAIN_LIBRARIES = {"", "abc", "enum", "msgspec", "typing"}  # asyncio.Protocol is not typing's
 REFERENCE = re.compile(r"[A-Za-z_][\w.]*:(?P<name>[A-Za-z_]\w*)")
-ROLE_METHOD = re.compile(r"[a-z]+\.(?P<name>[a-z_]+)")  # as the train controller is told of it
+ROLE_METHOD = re.compile(r"[a-z]+\.(?P<name>[a-z_]+)")  # as calls of the train controller name it
 WORD = re.compile(r"[A-Za-z_]\w*")
 
 

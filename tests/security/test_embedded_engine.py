@@ -125,7 +125,7 @@ def test_weights_are_read_from_our_shared_memory_only(client: httpx.Client, path
         entries = encode_parts([SharedSegment(name, (TensorPiece("w", "float32", (1,), 0, 4),))])
         answer = client.post("/stage_weights", json=body | {"serialized_named_tensors": entries})
         answers.append((answer.status_code, answer.json()["message"].replace(name, "")))
-    assert answers[0] == answers[1], "it does not tell whether a file exists"
+    assert answers[0] == answers[1], "it does not reveal whether a file exists"
     assert answers[0][0] == 400
 
 

@@ -53,7 +53,7 @@ try:
     has_keys = keys_of_run(Path(run), Role.OPERATOR) is not None
 except Exception:
     has_keys = False
-heard = set()
+received = set()
 for message in (
     ReadFleet(1),
     JoinEngine(2, "http://127.0.0.1:9"),
@@ -68,11 +68,11 @@ for message in (
     end_s = time.monotonic() + 1.5
     while time.monotonic() < end_s:
         wait([dialer], None, 0.1)
-        heard |= {type(packet.message).__name__ for packet in dialer.receive()}
-        if heard and run == "none":
+        received |= {type(packet.message).__name__ for packet in dialer.receive()}
+        if received and run == "none":
             break
     dialer.close()
-print(json.dumps({"has_keys": has_keys, "heard": sorted(heard)}))
+print(json.dumps({"has_keys": has_keys, "received": sorted(received)}))
 """
 
 pytestmark = [
@@ -147,7 +147,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 @pytest.mark.slow
 def test_another_user_of_the_machine_is_not_part_of_a_run(run: Run) -> None:
-    assert strange(run.router, str(run.folder)) == {"has_keys": False, "heard": []}
+    assert strange(run.router, str(run.folder)) == {"has_keys": False, "received": []}
 
 
 def test_the_same_attack_is_answered_without_keys() -> None:
@@ -165,7 +165,7 @@ def test_the_same_attack_is_answered_without_keys() -> None:
     try:
         with os.fdopen(reading, "rb") as pipe:
             address = json.loads(pipe.readline())["address"]
-        assert "FleetAnswered" in strange(address, "none")["heard"]
+        assert "FleetAnswered" in strange(address, "none")["received"]
     finally:
         end(router)
 

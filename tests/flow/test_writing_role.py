@@ -1,6 +1,4 @@
-"""A role that bypasses torch and writes to fetched rows kills its own rank only, and the line is
-reported.
-"""
+"""A role that bypasses torch to write to fetched rows ends its own rank only, with its line."""
 
 from pathlib import Path
 
@@ -16,14 +14,17 @@ from tests.flow.rank_group import plan, serving_runtime
 def test_a_rank_that_writes_to_fetched_rows_ends_alone_and_names_the_line(
     tmp_path: Path,
 ) -> None:
-    crew = msgspec.structs.replace(
-        plan(1, make="tests.flow.scribbler:Scribbler"), folder=str(tmp_path)
+    rank_plan = msgspec.structs.replace(
+        plan(1, make="tests.flow.writing_role:WritingRole"), folder=str(tmp_path)
     )
     with serving_runtime() as home:
         row = home.plane.remotize(torch.ones(1000))
-        with TrainController(crew, home) as controller, pytest.raises(RankGone, match="signal 11"):
-            controller.call(RoleCall("sums.scribble"), [row])
+        with (
+            TrainController(rank_plan, home) as controller,
+            pytest.raises(RankGone, match="signal 11"),
+        ):
+            controller.call(RoleCall("sums.overwrite"), [row])
         assert torch.equal(home.plane.localize(row), torch.ones(1000))
     output = (tmp_path / "logs" / "rank-0.out").read_text()
     assert "Segmentation fault" in output
-    assert "in scribble" in output
+    assert "in overwrite" in output

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 
-class Scribbler:
+class WritingRole:
     def __init__(self, place: Any) -> None:
         """Accept any context."""
 
-    def scribble(self, rows: Sequence[torch.Tensor]) -> None:
+    def overwrite(self, rows: Sequence[torch.Tensor]) -> None:
         """Train the first row itself, as if it were a parameter."""
         parameter = nn.Parameter(torch.zeros(len(rows[0])))
         parameter.data = rows[0]

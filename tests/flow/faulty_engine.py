@@ -24,11 +24,11 @@ from rollmesh.core.process import Ready, listen
 
 ENDS_WITHIN_S = 60.0
 LOAD, RENAME = "/update_weights_from_disk", "/update_weight_version"
-Lie = Callable[[int], float]
+LogprobFault = Callable[[int], float]
 """Error of an answer's log-probs, by the number of prompt tokens."""
 
 
-def honest(num_prompt_tokens: int) -> float:
+def no_fault(num_prompt_tokens: int) -> float:
     del num_prompt_tokens
     return 0.0
 
@@ -51,10 +51,13 @@ def embedded(model: Path, *options: str) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def running(model: Path, lie: Lie) -> AsyncIterator[str]:
+async def running(model: Path, fault: LogprobFault) -> AsyncIterator[str]:
     """Start an engine that records wrong log-probs; yield the proxy's address."""
     with embedded(model) as upstream:
-        async with aiohttp.ClientSession() as client, _serving(_app(client, upstream, lie)) as url:
+        async with (
+            aiohttp.ClientSession() as client,
+            _serving(_app(client, upstream, fault)) as url,
+        ):
             yield url
 
 
@@ -63,7 +66,7 @@ async def ignoring(model: Path, *options: str, num_loads: int = 1) -> AsyncItera
     """Start an engine that ignores updates after `num_loads`; yield the proxy's address."""
     with embedded(model, *options) as upstream:
         async with aiohttp.ClientSession() as client:
-            app = _app(client, upstream, honest, num_loads)
+            app = _app(client, upstream, no_fault, num_loads)
             async with _serving(app) as url:
                 yield url
 
@@ -80,7 +83,7 @@ async def _serving(app: web.Application) -> AsyncIterator[str]:
 
 
 def _app(
-    client: aiohttp.ClientSession, upstream: str, lie: Lie, num_loads: int = sys.maxsize
+    client: aiohttp.ClientSession, upstream: str, fault: LogprobFault, num_loads: int = sys.maxsize
 ) -> web.Application:
     """`num_loads` updates load weights; later ones change the version's number alone."""
     loads_left = iter(range(num_loads))
@@ -93,12 +96,10 @@ def _app(
             named = {"new_version": orjson.loads(body)["weight_version"]}
             url, body = upstream + RENAME, orjson.dumps(named | {"abort_all_requests": False})
         async with client.request(request.method, url, data=body, headers=kind) as answer:
-            body_of_answer = await answer.read()
+            reply = await answer.read()
             if request.path == "/generate" and answer.status == 200:
-                body_of_answer = _bent(body_of_answer, lie(len(orjson.loads(body)["input_ids"])))
-            return web.Response(
-                body=body_of_answer, status=answer.status, content_type=answer.content_type
-            )
+                reply = _bent(reply, fault(len(orjson.loads(body)["input_ids"])))
+            return web.Response(body=reply, status=answer.status, content_type=answer.content_type)
 
     app = web.Application(client_max_size=2**26)
     app.router.add_route("*", "/{path:.*}", forward)
