@@ -1,4 +1,4 @@
-"""Machines that each break one rule of the real one, for the simulator to find."""
+"""Machines that each break one rule of the real ones, for the simulator to find."""
 
 import math
 from collections.abc import Callable
@@ -159,7 +159,7 @@ class JournalThatDropsNothing(ClientJournal):
 
 
 class JournalThatForgetsPublishedVersions(ClientJournal):
-    """Forget them as soon as a checkpoint covers them."""
+    """Published versions are forgotten as soon as a checkpoint covers them."""
 
     def cover(self, saved: StateSaved) -> None:
         super().cover(msgspec.structs.replace(saved, step_of_version={}))
@@ -180,7 +180,7 @@ class LifecycleThatMasksNothing(GroupLifecycle):
 
 
 class LifecycleThatMasksAll(GroupLifecycle):
-    """Mask all rollouts of a group that has any stale one."""
+    """All rollouts of a group with any stale one are masked."""
 
     def _train(self, taken: StepTaken) -> TrainGroups:
         train = super()._train(taken)
@@ -188,7 +188,7 @@ class LifecycleThatMasksAll(GroupLifecycle):
 
 
 class LifecycleThatForgetsUntrainedGroups(GroupLifecycle):
-    """Except for groups that were trained."""
+    """Untrained groups are forgotten."""
 
     def _leave(self, group_id: GroupId, outcome: GroupOutcome, *details: Any) -> GroupLeft:
         return (super()._leave if outcome is GroupOutcome.TRAINED else GroupLeft)(
@@ -207,11 +207,11 @@ class LifecycleThatAsksNothingAgain(GroupLifecycle):
     to_ask_again = ()
 
     def next_again(self) -> None:
-        """Request no group again whose result came too late."""
+        """A group whose result came too late is not requested again."""
 
 
 class LifecycleThatTrainsFailedGroups(GroupLifecycle):
-    """Treat a group without any result as if its rollouts had one."""
+    """A group without any result is treated as if its rollouts had one."""
 
     def _arrive(self, came: ResultArrived, request: GroupRequest) -> CourseKeep | GroupLeft:
         every = frozenset(self.versions.steps)
@@ -221,14 +221,14 @@ class LifecycleThatTrainsFailedGroups(GroupLifecycle):
 
 
 class LifecycleThatCountsEvaluations(GroupLifecycle):
-    """Treat evaluations as if they were to train."""
+    """Evaluations are treated as if they were to train."""
 
     def _ask(self, asked: CourseAsked) -> None:
         super()._ask(CourseAsked(asked.group_id, GroupRequest(asked.request.task)))
 
 
 class LifecycleThatCountsFailedGroups(GroupLifecycle):
-    """Count them as running forever."""
+    """Failed groups count as running forever."""
 
     def step(self, event: CourseEvent) -> list[CourseAction]:
         if isinstance(event, ResultMissing):
@@ -238,14 +238,14 @@ class LifecycleThatCountsFailedGroups(GroupLifecycle):
 
 
 class ScheduleThatIgnoresAFullJournal(CheckpointSchedule):
-    """Never save because the journal is full."""
+    """A full journal never causes a checkpoint."""
 
     def is_now(self, num_gone: int, now_s: float, **_state: bool) -> bool:
         return super().is_now(num_gone, now_s, is_full=False)
 
 
 def plan_that(**otherwise: Callable[[RecoveryPlan], Any]) -> StepMachines:
-    """A machine whose recovery plan has the given fields wrong."""
+    """Return a machine whose recovery plan has wrong values in the given fields."""
 
     def plan(saved: LoopState | None, history: History) -> RecoveryPlan:
         right = plan_recovery(saved, history)

@@ -22,13 +22,13 @@ NICENESS = 15
 SEEDS_PER_PARCEL = 5
 
 
-def tell(line: str) -> None:
+def print_now(line: str) -> None:
     """Print at once, so that an interrupted search has printed what it found."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
-def look_at(seed: int) -> tuple[int, FleetReport | None, str]:
+def run_seed(seed: int) -> tuple[int, FleetReport | None, str]:
     """Run one seed and return its result; nothing is raised."""
     try:
         return seed, simulate(seed, faults=WILD), ""
@@ -49,18 +49,18 @@ def main() -> int:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), spawn) as pool:
         seeds = range(options.first, options.first + options.seeds)
-        for seed, report, fault in pool.map(look_at, seeds, chunksize=SEEDS_PER_PARCEL):
+        for seed, report, fault in pool.map(run_seed, seeds, chunksize=SEEDS_PER_PARCEL):
             num += 1
             if report is None:
                 failed.append(seed)
-                tell(f"seed {seed}: {fault}")
+                print_now(f"seed {seed}: {fault}")
             else:
                 faults.update(report.faults)
             if time.monotonic() - began_s > options.seconds:
                 pool.shutdown(cancel_futures=True)
                 break
-    tell(f"{num} seeds in {time.monotonic() - began_s:.0f} s, failed: {failed or 'none'}")
-    tell(", ".join(f"{number} {fault}" for fault, number in sorted(faults.items())))
+    print_now(f"{num} seeds in {time.monotonic() - began_s:.0f} s, failed: {failed or 'none'}")
+    print_now(", ".join(f"{number} {fault}" for fault, number in sorted(faults.items())))
     return 1 if failed else 0
 
 

@@ -13,13 +13,13 @@ import os
 import sys
 import time
 
-from tests.sim.seeds import open_cores
+from tests.sim.seeds import open_pool
 
 NICENESS = 15
 EACH_S = 30.0
 
 
-def tell(line: str) -> None:
+def print_now(line: str) -> None:
     """Print at once, so that an interrupted search has printed what it found."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -33,28 +33,28 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="at most so long")
     options = parser.parse_args()
     os.nice(NICENESS)
-    started_s = told_s = time.monotonic()
+    started_s = printed_s = time.monotonic()
     failed: list[int] = []
     faults: collections.Counter[str] = collections.Counter()
     num = 0
-    with open_cores() as cores:
-        for seed, report, fault in cores.run(range(options.first, options.first + options.seeds)):
+    with open_pool() as pool:
+        for seed, report, fault in pool.run(range(options.first, options.first + options.seeds)):
             num += 1
             if report is None:
                 failed.append(seed)
-                tell(f"seed {seed}: {fault}")
+                print_now(f"seed {seed}: {fault}")
             else:
                 faults.update(report.faults)
             now_s = time.monotonic()
             if now_s - started_s > options.seconds:
                 break
-            if now_s - told_s > EACH_S:
-                told_s = now_s
-                tell(f"{num} seeds, {num / (now_s - started_s):.1f} a second")
+            if now_s - printed_s > EACH_S:
+                printed_s = now_s
+                print_now(f"{num} seeds, {num / (now_s - started_s):.1f} a second")
     seconds = time.monotonic() - started_s
-    tell(f"{num} seeds in {seconds:.0f} s, {num / seconds:.1f} a second")
-    tell(f"failed: {failed or 'none'}")
-    tell(", ".join(f"{number} {fault}" for fault, number in sorted(faults.items())))
+    print_now(f"{num} seeds in {seconds:.0f} s, {num / seconds:.1f} a second")
+    print_now(f"failed: {failed or 'none'}")
+    print_now(", ".join(f"{number} {fault}" for fault, number in sorted(faults.items())))
     return 1 if failed else 0
 
 

@@ -18,7 +18,7 @@ from rollmesh.testing.mesh_sim.mesh import SimReport, simulate
 SEEDS_PER_PARCEL = 5
 
 
-class Ended(NamedTuple):
+class SeedResult(NamedTuple):
     """Result of one seed."""
 
     seed: int
@@ -27,38 +27,41 @@ class Ended(NamedTuple):
     """The traceback if the run broke; '' if it completed."""
 
 
-class Cores:
-    """The number of processes."""
+class SeedPool:
+    """Runs seeds in several processes."""
 
     def __init__(self, pool: ProcessPoolExecutor) -> None:
         self._pool = pool
 
-    def run(self, seeds: Iterable[int]) -> Iterator[Ended]:
-        """Yield each result as soon as those before it are there."""
+    def run(self, seeds: Iterable[int]) -> Iterator[SeedResult]:
+        """Yield the results in the order of the seeds, each as soon as possible."""
         return self._pool.map(run_seed, seeds, chunksize=SEEDS_PER_PARCEL)
 
 
 @contextmanager
-def open_cores() -> Iterator[Cores]:
-    """The processes end with the block; seeds that have not begun by then never do."""
-    # A forked child would inherit whatever threads and sockets its parent has.
+def open_pool() -> Iterator[SeedPool]:
+    """Open one process per core; at the end of the block, seeds that have not begun are
+    cancelled.
+    """
+    # A forked child would inherit the threads and sockets of its parent.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, _make_ready)
     try:
-        yield Cores(pool)
+        yield SeedPool(pool)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _make_ready() -> None:
-    # A simulation leaves little garbage; to look for it in all that is imported took a sixth.
+    # A simulation leaves little garbage; scanning all imported objects for it took a sixth of the
+    # time.
     gc.freeze()
     gc.set_threshold(20_000)
 
 
-def run_seed(seed: int) -> Ended:
+def run_seed(seed: int) -> SeedResult:
     """Run one seed; nothing is raised."""
     try:
-        return Ended(seed, simulate(seed), "")
+        return SeedResult(seed, simulate(seed), "")
     except Exception:  # noqa: BLE001 - door: a seed's failure is a finding
-        return Ended(seed, None, traceback.format_exc())
+        return SeedResult(seed, None, traceback.format_exc())

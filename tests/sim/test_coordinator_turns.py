@@ -6,7 +6,7 @@ from tests.unit.serve.coordinator.simulated_engines import SimulatedEngines
 from tests.unit.serve.coordinator.test_machine import awake
 
 
-def test_an_engine_that_hangs_keeps_the_next_resize_waiting_for_its_turn_only() -> None:
+def test_a_hanging_engine_delays_the_next_resize_only_for_its_turn() -> None:
     engines = awake(0, 1)
     engines.engine(0).is_hung = True
     first = engines.resize(False, 0, turn_s=5.0)
@@ -22,7 +22,7 @@ def test_an_engine_that_hangs_keeps_the_next_resize_waiting_for_its_turn_only() 
     assert "worker 0" in engines.answers()[-1].error
 
 
-def test_an_engine_that_is_slow_ends_its_resize_after_its_turn() -> None:
+def test_a_slow_engine_ends_its_resize_after_its_turn() -> None:
     engines = SimulatedEngines(3)
     engines.run(1.0)
     engines.engine(0).fails[EngineOp.LOAD] = "slow"
@@ -49,14 +49,14 @@ def test_an_engine_that_has_never_been_seen_is_absent_and_not_lost() -> None:
     assert engines.phases() == [WorkerPhase.AWAKE, WorkerPhase.ABSENT]
 
 
-def test_a_slow_engine_comes_up_although_another_of_its_resize_must_sleep() -> None:
+def test_a_slow_engine_comes_up_although_another_engine_of_its_resize_must_sleep() -> None:
     engines = SimulatedEngines()
     engines.run(1.0)
     engines.engine(0).fails[EngineOp.LOAD] = "slow"
     slow = engines.resize(True, 0, 1, turn_s=2.0)
     engines.run(3.0)
     assert engines.phases() == [WorkerPhase.WAKING, WorkerPhase.AWAKE]
-    sleep = engines.resize(False, 1, turn_s=2.0)  # a trainer wants its GPU
+    sleep = engines.resize(False, 1, turn_s=2.0)  # a trainer needs its GPU
     engines.run(2.0)
     assert engines.phases() == [WorkerPhase.WAKING, WorkerPhase.ASLEEP]
     results = [(answer.resize_id, answer.error) for answer in engines.answers()]

@@ -14,7 +14,7 @@ from rollmesh.wire.scheduling import GpuPriority, PipelineSpec
 
 HANGS_AT_S, THAWS_AT_S = 15.0, 75.0
 SWITCH_S = 2.5
-"""Upper bound on a sleep and a wake here."""
+"""Upper bound of a sleep and a wake in this simulation."""
 BOUND_S = SETTINGS.turn_s + SWITCH_S
 NUM_SEEDS = 4
 NUM_STEPS = 12
@@ -23,7 +23,7 @@ UNTURNED = msgspec.structs.replace(SETTINGS, turn_s=SETTINGS.resize_deadline_s)
 
 
 def trainer(gpu: int) -> PipelinePlan:
-    """A pipeline that trains repeatedly, and generates on a GPU of its own."""
+    """Return a pipeline that trains repeatedly, and generates on a GPU of its own."""
     phases = (("actor_train", GpuPriority.ACTOR_TRAINING, 0.3),)
     name = "first" if gpu == 0 else f"other-{gpu}"
     spec = PipelineSpec(pipeline_id=name, clusters={"actor_train": (gpu,)}, generation=(4 + gpu,))
@@ -31,7 +31,7 @@ def trainer(gpu: int) -> PipelinePlan:
 
 
 def longest_waits_s(seed: int, parts: SchedulerParts) -> tuple[float, float]:
-    """The waits for their clusters: of `first`, and of the others."""
+    """Return the longest waits for a cluster: that of `first`, and that of the others."""
     spec = PipelineSpec(pipeline_id="ill", clusters={}, generation=(0, 1, 2, 3))
     ill = PipelinePlan(spec=spec, num_steps=8, num_rollouts=64, boundary=Boundary.SIGNALS)
     shape = FleetDraw(policy="fair", num_nodes=2, plans=(ill, *map(trainer, range(4))))
@@ -44,13 +44,13 @@ def longest_waits_s(seed: int, parts: SchedulerParts) -> tuple[float, float]:
     return first, max(others)
 
 
-def test_a_request_for_another_engine_of_that_pipeline_waits_one_turn_at_most() -> None:
+def test_requests_for_other_engines_wait_at_most_one_turn() -> None:
     for seed in range(NUM_SEEDS):
         first, others = longest_waits_s(seed, SchedulerParts())
         assert others <= BOUND_S, f"seed {seed}"
         assert first > SETTINGS.resize_deadline_s, f"seed {seed}: it did not hang"
 
 
-def test_without_turns_it_waits_longer() -> None:
+def test_without_turns_requests_for_other_engines_wait_longer() -> None:
     waits = [longest_waits_s(seed, SchedulerParts(settings=UNTURNED)) for seed in range(NUM_SEEDS)]
     assert max(others for _, others in waits) > BOUND_S

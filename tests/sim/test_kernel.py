@@ -1,9 +1,9 @@
-"""The simulator's kernel: the order of the calls to a node that is frozen."""
+"""The simulator's kernel: the order of calls to a frozen node."""
 
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 
 
-def test_calls_to_a_node_frozen_twice_run_in_the_order_in_which_they_were_due() -> None:
+def test_calls_to_a_node_frozen_twice_run_in_due_order() -> None:
     kernel, node, ran = Kernel(0), Node("worker-0"), list[str]()
     node.freeze(2.0)
     kernel.after(3.0, lambda: ran.append("third"), node)

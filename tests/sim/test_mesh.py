@@ -16,18 +16,18 @@ from rollmesh.testing.mesh_sim.machines import StepMachines
 from rollmesh.testing.mesh_sim.mesh import SimReport, simulate
 from rollmesh.testing.mesh_sim.network import FaultChances
 from tests.sim.broken import BROKEN
-from tests.sim.seeds import Cores, open_cores
+from tests.sim.seeds import SeedPool, open_pool
 
 NUM_SEEDS = 2000
 SEEDS_PER_TEST = 100
 NUM_QUICK_SEEDS = 400
-"""The first seeds; the others are slow together."""
+"""The first seeds; the others are marked as slow."""
 FIRST_SEEDS = [
     pytest.param(first, marks=pytest.mark.slow if first >= NUM_QUICK_SEEDS else ())
     for first in range(0, NUM_SEEDS, SEEDS_PER_TEST)
 ]
 MIN_EVENTS = 200
-TELLING_SEEDS = (
+REVEALING_SEEDS = (
     *range(20),
     *range(25, 305, 10),
     435,
@@ -43,11 +43,11 @@ TELLING_SEEDS = (
     1345,
     1765,
 )
-"""Some runs of each kind, more of those with long chaos and bounded attempts, and some in which a
-checkpoint breaks that alone would free a full journal.
+"""Some runs of each kind, with more of those with long chaos and bounded attempts, and some in
+which the checkpoint that alone would free a full journal is broken.
 """
 NUM_PRINTED = 24
-PRINTS_A_RUN = f"""
+PRINT_RUNS = f"""
 from rollmesh.testing.mesh_sim.mesh import simulate
 for seed in range(1000, 1000 + {NUM_PRINTED}):
     print(simulate(seed))
@@ -57,7 +57,7 @@ KEPT_SEEDS = {
     200672: "a suspect was given to the worker that had just left",
     217273: "a doubled RunGroup reached two processes of one worker: one attempt killed both",
     4823: "a late hello of an ended process replaced the one that had followed it",
-    251: "a late claim of an ended group stood in the ledger until its patience was over",
+    251: "a late claim of an ended group was kept until its patience was over",
     645: "the same with two groups",
     700495: "a suspect was given to a worker that had just left",
     700190: "the same with two groups",
@@ -72,7 +72,7 @@ KEPT_SEEDS = {
     32835: "routers of two incarnations gave two attempts one number, and one of them never began",
     44045: "the same, with a group of two rollouts",
 }
-"""Findings of earlier simulators' seeds are also covered by unit tests of the machine."""
+"""Unit tests of the machines also cover the findings of seeds of earlier simulators."""
 FAULTS = {
     "drop",
     "duplicate",
@@ -131,23 +131,23 @@ FAULTS = {
     "left_requeued",
 }
 TRANSITIONS = {
-    "ledger: - > queued",
-    "ledger: - > assigned",
-    "ledger: - > running",
-    "ledger: queued > assigned",
-    "ledger: queued > running",
-    "ledger: queued > -",
-    "ledger: assigned > running",
-    "ledger: assigned > queued",
-    "ledger: assigned > -",
-    "ledger: running > queued",
-    "ledger: running > -",
-    "crew: live > lost",
-    "crew: live > stalled",
-    "crew: lost > live",
-    "crew: lost > -",
-    "crew: stalled > live",
-    "crew: stalled > lost",
+    "group: - > queued",
+    "group: - > assigned",
+    "group: - > running",
+    "group: queued > assigned",
+    "group: queued > running",
+    "group: queued > -",
+    "group: assigned > running",
+    "group: assigned > queued",
+    "group: assigned > -",
+    "group: running > queued",
+    "group: running > -",
+    "worker: live > lost",
+    "worker: live > stalled",
+    "worker: lost > live",
+    "worker: lost > -",
+    "worker: stalled > live",
+    "worker: stalled > lost",
     "generation: running > parked",
     "generation: running > committed",
     "generation: running > void",
@@ -213,12 +213,12 @@ def seen() -> SimReport:
 
 
 @pytest.fixture(scope="module")
-def cores() -> Iterator[Cores]:
-    with open_cores() as cores:
-        yield cores
+def pool() -> Iterator[SeedPool]:
+    with open_pool() as pool:
+        yield pool
 
 
-def test_a_perfect_network_loses_and_ages_nothing() -> None:
+def test_on_a_perfect_network_nothing_is_lost_or_stale() -> None:
     report = simulate(seed=1, faults=FaultChances())
     assert report.num_incarnations == 1
     assert report.num_groups == report.num_results
@@ -226,7 +226,7 @@ def test_a_perfect_network_loses_and_ages_nothing() -> None:
     assert report.num_trained >= report.num_groups - 1
 
 
-def test_no_update_cuts_a_turn_that_cannot_resume_where_all_are_notified() -> None:
+def test_no_update_cuts_a_turn_that_cannot_resume_when_all_are_notified() -> None:
     reports = [simulate(seed, faults=FaultChances()) for seed in range(40)]
     assert sum(report.faults["turn_cut"] for report in reports) == 0
     assert sum(report.transitions["publisher: draining > pausing"] for report in reports) > 40
@@ -238,7 +238,7 @@ def test_same_seed_gives_the_same_run() -> None:
 
 
 def test_same_seed_gives_the_same_run_in_every_process() -> None:
-    argv = [sys.executable, "-c", PRINTS_A_RUN]
+    argv = [sys.executable, "-c", PRINT_RUNS]
     salted = [{**os.environ, "PYTHONHASHSEED": salt} for salt in ("1", "2")]
     runs = [subprocess.Popen(argv, env=env, stdout=subprocess.PIPE) for env in salted]
     first, second = [run.communicate()[0] for run in runs]
@@ -247,26 +247,26 @@ def test_same_seed_gives_the_same_run_in_every_process() -> None:
 
 
 @pytest.mark.parametrize("seed", KEPT_SEEDS)
-def test_kept_seed_comes_to_rest(seed: int) -> None:
+def test_a_kept_seed_completes(seed: int) -> None:
     assert simulate(seed).num_events >= MIN_EVENTS
 
 
-def test_tasks_that_kill_are_stopped_at_the_second_and_their_neighbours_are_spared() -> None:
+def test_killing_tasks_are_stopped_at_the_second_death_and_other_groups_are_spared() -> None:
     num_innocent = num_spared = 0
     for seed in range(100):
         report = simulate(seed, faults=FaultChances(poison=0.1))
         assert report.num_kills <= 2 * report.num_poisonous
         num_innocent += report.num_groups + report.num_visitor_groups - report.num_poisonous
         num_spared += report.num_results + report.num_visitor_results
-    # Two killers beside one innocent group may share it.
+    # Two killing tasks may share a worker with one innocent group.
     assert num_innocent * 0.98 < num_spared <= num_innocent
 
 
-def test_rolling_restarts_cost_no_group_its_attempts() -> None:
+def test_rolling_restarts_cost_no_attempts() -> None:
     num_cut = 0
-    for seed in range(1, 61, 2):  # in these a group has three attempts
+    for seed in range(1, 61, 2):  # a group has three attempts in these seeds
         report = simulate(seed, faults=FaultChances(stop=2.0))
-        num_cut += report.transitions["ledger: running > queued"]
+        num_cut += report.transitions["group: running > queued"]
         assert report.num_results == report.num_groups
         assert report.num_visitor_results == report.num_visitor_groups
     assert num_cut > report.num_groups
@@ -274,15 +274,17 @@ def test_rolling_restarts_cost_no_group_its_attempts() -> None:
 
 def test_drains_end_while_a_client_is_away_and_cost_it_nothing() -> None:
     num_given_back = 0
-    for seed in range(1, 61, 2):  # in these a group has three attempts
+    for seed in range(1, 61, 2):  # a group has three attempts in these seeds
         report = simulate(seed, faults=FaultChances(drain=1.0, killed_after_write=0.1))
         num_given_back += report.faults["given_back"]
         assert report.num_results == report.num_groups
     assert num_given_back > 30
 
 
-def test_trainer_that_is_killed_again_and_again_trains_every_step_once() -> None:
-    """With a kill at one in six of its writes and no other fault, the witness's checks hold."""
+def test_a_trainer_that_is_killed_repeatedly_trains_every_step_once() -> None:
+    """The trainer is killed at one in six of its writes and nothing else fails; the simulation
+    checks each step.
+    """
     num_incarnations = num_redone = 0
     for seed in range(40):
         report = simulate(
@@ -299,17 +301,17 @@ def test_trainer_that_is_killed_again_and_again_trains_every_step_once() -> None
 
 
 @pytest.mark.parametrize("first", FIRST_SEEDS)
-def test_every_ask_ends_once_whatever_the_network_does(
-    first: int, seen: SimReport, cores: Cores
+def test_every_request_ends_once_on_any_network(
+    first: int, seen: SimReport, pool: SeedPool
 ) -> None:
-    for seed, report, fault in cores.run(range(first, first + SEEDS_PER_TEST)):
+    for seed, report, fault in pool.run(range(first, first + SEEDS_PER_TEST)):
         assert report, f"seed {seed}: {fault}"
         assert report.num_events >= MIN_EVENTS, f"seed {seed} ended early"
         seen.faults.update(report.faults)
         seen.transitions.update(report.transitions)
 
 
-@pytest.mark.slow  # it needs all seeds
+@pytest.mark.slow  # needs all seeds
 def test_every_fault_and_every_transition_occurred(seen: SimReport) -> None:
     assert set(seen.faults) >= FAULTS
     assert set(seen.transitions) >= TRANSITIONS
@@ -319,4 +321,4 @@ def test_every_fault_and_every_transition_occurred(seen: SimReport) -> None:
 @pytest.mark.parametrize("machines", BROKEN)
 def test_the_simulator_notices_a_broken_machine(machines: StepMachines) -> None:
     with pytest.raises((AssertionError, JournalError)):
-        collections.deque((simulate(seed, machines=machines) for seed in TELLING_SEEDS), maxlen=0)
+        collections.deque((simulate(seed, machines=machines) for seed in REVEALING_SEEDS), maxlen=0)

@@ -1,4 +1,4 @@
-"""Under faults, every pipeline on a shared fleet does its steps, and nothing is left.
+"""Under faults, every pipeline on a shared fleet completes its steps, and nothing is left.
 
 A seed that ever failed is added to KEPT_SEEDS with what it found.
 """
@@ -37,13 +37,13 @@ KEPT_SEEDS = {
     456: "a late report of a coordinator whose pipeline was killed was believed",
 }
 DELAYS = FleetFaults(slow=0.5)
-"""Any message may take long, and overtake or be overtaken."""
+"""Any message may take long, and overtake others or be overtaken."""
 DEATHS = FleetFaults(slow=0.1, drop=0.05, lost=0.03, cut=0.02, killed_after_write=0.005)
-"""Trainers die and stay dead, or are silent for longer than the patience."""
+"""Trainers die for good, or are silent for longer than the patience."""
 
 
 SWITCH_S = 2.5
-"""Upper bound on a sleep and a wake here."""
+"""Upper bound of a sleep and a wake in this simulation."""
 FAULTS = {
     "drop",
     "duplicate",
@@ -81,8 +81,8 @@ TRANSITIONS = {
 }
 
 
-class ForgetsAll(FleetScheduler):
-    """The fault: each of its incarnations is the first (W13)."""
+class ForgetsState(FleetScheduler):
+    """The fault: each incarnation behaves like the first one (W13)."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class ForgetsAll(FleetScheduler):
         super().__init__(settings, policy, None, incarnation)
 
 
-class DemandsOfNow(DemandTracker):
+class DemandsWithoutWaiting(DemandTracker):
     """The fault: a pipeline that has lost all its engines has to request again (B-13)."""
 
     def on_report(self, report: ReportProgress) -> None:
@@ -105,10 +105,10 @@ class DemandsOfNow(DemandTracker):
 
 
 class SnapshotDemand(FleetScheduler):
-    DEMANDS = DemandsOfNow
+    DEMANDS = DemandsWithoutWaiting
 
 
-class NobodyStands(Intents):
+class IntentsIgnoringOccupants(Intents):
     """The fault: planned moves are carried out at once, whatever is still running."""
 
     def drive(self) -> None:
@@ -118,17 +118,17 @@ class NobodyStands(Intents):
 
 
 class Hasty(FleetScheduler):
-    INTENTS = NobodyStands
+    INTENTS = IntentsIgnoringOccupants
 
 
-class TakenByNobody(TicketQueue):
+class TicketsGrantedAtOnce(TicketQueue):
     """The fault: clear GPUs go to the requester at once, dead or alive."""
 
     def _offer(self, ticket: TicketRecord) -> None:
         self._grant(ticket)
 
 
-class OfferedForEver(TicketQueue):
+class TicketsOfferedForever(TicketQueue):
     """The fault: GPUs offered to a dead requester are kept for it."""
 
     def _expire(self, ticket: TicketRecord) -> None:
@@ -137,11 +137,11 @@ class OfferedForEver(TicketQueue):
 
 
 class GrantsTheDead(FleetScheduler):
-    TICKETS = TakenByNobody
+    TICKETS = TicketsGrantedAtOnce
 
 
 class WaitsForTheDead(FleetScheduler):
-    TICKETS = OfferedForEver
+    TICKETS = TicketsOfferedForever
 
 
 class BelievesOffers(Claims):
@@ -154,7 +154,7 @@ class BelievesOffers(Claims):
 
 
 def boundary(num: int, how: Boundary, *, num_steps: int = 5, trains_s: float = 1.0) -> FleetDraw:
-    """Pipelines whose training needs every GPU on which any of them generates."""
+    """Return pipelines whose training needs every GPU on which any of them generates."""
     gpus = (0, 1, 2, 3)
     phases = (("actor_train", GpuPriority.ACTOR_TRAINING, trains_s),)
     plans = tuple(
@@ -172,7 +172,7 @@ def boundary(num: int, how: Boundary, *, num_steps: int = 5, trains_s: float = 1
 
 
 class KeepsItsClock(Coordinator):
-    """The fault: an earlier clock marks an earlier process."""
+    """The fault: a process with an earlier clock counts as an earlier process."""
 
     def _on_scheduler(self, hello: SchedulerHello) -> None:
         super()._on_scheduler(msgspec.structs.replace(hello, newest_s=0.0))
@@ -186,7 +186,7 @@ def seen() -> collections.Counter[str]:
 
 @pytest.mark.parametrize("how", Boundary)
 @pytest.mark.parametrize(("num", "seeds"), [(2, (0, 1, 2)), (5, (3,)), (8, (4,))])
-def test_engine_is_awake_before_each_first_dispatch_at_the_rollout_boundary(
+def test_an_engine_is_awake_before_the_first_dispatch_after_each_rollout_boundary(
     num: int, seeds: tuple[int, ...], how: Boundary
 ) -> None:
     for seed in seeds:
@@ -196,7 +196,7 @@ def test_engine_is_awake_before_each_first_dispatch_at_the_rollout_boundary(
 
 
 @pytest.mark.parametrize("how", Boundary)
-def test_pipeline_that_ends_early_does_not_wedge_the_other(how: Boundary) -> None:
+def test_a_pipeline_that_ends_early_does_not_block_the_other(how: Boundary) -> None:
     for seed in range(2):
         shape = boundary(2, how)
         first, other = shape.plans
@@ -208,7 +208,7 @@ def test_pipeline_that_ends_early_does_not_wedge_the_other(how: Boundary) -> Non
         assert report.num_steps == 2 + 5
 
 
-@pytest.mark.parametrize("broken", [ForgetsAll, SnapshotDemand, Hasty])
+@pytest.mark.parametrize("broken", [ForgetsState, SnapshotDemand, Hasty])
 def test_a_broken_scheduler_is_found(broken: type[FleetScheduler]) -> None:
     assert any(breaks(seed, broken) for seed in range(10))
 
@@ -217,21 +217,21 @@ def test_a_broken_scheduler_is_found(broken: type[FleetScheduler]) -> None:
     ("broken", "is_found"),
     [(GrantsTheDead, True), (WaitsForTheDead, True), (FleetScheduler, False)],
 )
-def test_a_trainer_that_died_while_waiting_holds_nothing(
+def test_a_trainer_that_died_while_waiting_retains_no_gpus(
     broken: type[FleetScheduler], is_found: bool
 ) -> None:
-    """Not later than `patience_s` after its last message, and a moment: fleet.py checks that."""
+    """Its GPUs are free shortly after `patience_s` from its last message: fleet.py checks that."""
     shape = boundary(5, Boundary.CLEARS, num_steps=3, trains_s=6.0)
-    seeds = (37, 43, 55, *range(12))  # the first three show the first of them
+    seeds = (37, 43, 55, *range(12))  # the first three seeds show the first fault
     outcomes = (outcome(seed, SchedulerParts(scheduler=broken), shape) for seed in seeds)
     assert any("is dead" in each for each in outcomes) is is_found
 
 
 @pytest.mark.parametrize(("broken", "is_found"), [(BelievesOffers, True), (Claims, False)])
-def test_a_trainer_that_computes_on_offered_gpus_overlaps_another(
+def test_computing_on_offered_gpus_overlaps_another_trainer(
     broken: type[Claims], is_found: bool
 ) -> None:
-    """A process that was silent for long, and one that received its grant and sends no more."""
+    """A trainer was silent for long while another received its grant and sends nothing more."""
     shape = boundary(2, Boundary.CLEARS, num_steps=2, trains_s=2 * SETTINGS.patience_s)
     outcomes = [outcome(seed, SchedulerParts(claims=broken), shape) for seed in range(4)]
     assert any("is used by" in each for each in outcomes) is is_found, outcomes
@@ -243,12 +243,12 @@ def test_a_trainer_that_computes_on_offered_gpus_overlaps_another(
     ids=["keeps its clock", "receives others"],
 )
 def test_a_clock_that_went_back_silences_no_process(parts: SchedulerParts, is_found: bool) -> None:
-    """A next incarnation by an earlier clock: its state is the newest all the same."""
+    """The next incarnation has an earlier clock, and its state is still the newest."""
     assert any(is_stuck(seed, parts) for seed in range(6)) is is_found
 
 
 def is_stuck(seed: int, parts: SchedulerParts) -> bool:
-    """Whether any pipeline does not finish."""
+    """Return whether any pipeline does not finish."""
     faults = FleetFaults(crash=0.05, set_back=0.5)
     return "is at work" in outcome(seed, parts, boundary(2, Boundary.CLEARS, num_steps=20), faults)
 
@@ -256,7 +256,7 @@ def is_stuck(seed: int, parts: SchedulerParts) -> bool:
 def outcome(
     seed: int, parts: SchedulerParts, shape: FleetDraw, faults: FleetFaults = DEATHS
 ) -> str:
-    """The fault that the simulation finds, if any."""
+    """Return the fault that the simulation finds, or ''."""
     try:
         simulate(seed, faults, parts, shape)
     except AssertionError as error:
@@ -273,7 +273,9 @@ def breaks(seed: int, kind: type[FleetScheduler]) -> bool:
 
 
 def test_no_request_waits_longer_than_the_bound_on_a_perfect_network() -> None:
-    """Until it is reserved; then at most two turns of all others, with a switch before each."""
+    """A request is reserved after a time; then it waits for at most two turns of all others,
+    with a switch before each.
+    """
     reserve_s = quick("fair").reserve_after_s
     for seed in range(20):
         shape = msgspec.structs.replace(draw(seed), policy="fair")
@@ -283,7 +285,7 @@ def test_no_request_waits_longer_than_the_bound_on_a_perfect_network() -> None:
         assert max(report.waits_s.values()) <= bound_s, f"seed {seed}: {report.waits_s}"
 
 
-def test_perfect_network_refuses_no_request_and_restarts_nothing() -> None:
+def test_a_perfect_network_refuses_no_request_and_restarts_nothing() -> None:
     for seed in range(10):
         report = simulate(seed, faults=FleetFaults())
         assert report.num_incarnations == 1
@@ -296,12 +298,12 @@ def test_same_seed_gives_the_same_run() -> None:
 
 
 @pytest.mark.parametrize("seed", KEPT_SEEDS)
-def test_kept_seed_comes_to_rest(seed: int) -> None:
+def test_a_kept_seed_completes(seed: int) -> None:
     assert simulate(seed).num_steps > 0
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
-def test_every_pipeline_does_its_steps_under_faults(
+def test_every_pipeline_completes_its_steps_under_faults(
     first: int, seen: collections.Counter[str]
 ) -> None:
     for seed in range(first, first + SEEDS_PER_TEST):
@@ -311,5 +313,5 @@ def test_every_pipeline_does_its_steps_under_faults(
         seen.update(report.transitions.keys())
 
 
-def test_every_fault_and_every_arrow_was_seen(seen: collections.Counter[str]) -> None:
+def test_every_fault_and_every_transition_occurred(seen: collections.Counter[str]) -> None:
     assert sorted((FAULTS | TRANSITIONS) - seen.keys()) == []

@@ -1,7 +1,7 @@
-"""How long `fair` lets a pipeline lack its share, on fleets drawn from a seed.
+"""How long `fair` lets a pipeline have less than its share, on fleets drawn from a seed.
 
-With floors and quotas the bound of its docstring holds. With engines of several sizes it does not;
-then every pipeline gets something.
+With floors and quotas the bound of its docstring holds. With engines of several sizes it does not,
+but every pipeline gets some GPUs.
 """
 
 import random
@@ -18,15 +18,17 @@ from tests.unit.scheduler.planning.policies.generating_fleet import GeneratingFl
 QUICK = FairSettings(quantum_s=10.0, hold_s=2.0, switch_s=3.0)
 BOUND_S = QUICK.quantum_s + QUICK.switch_s
 MANY = 10**6
-"""Rollouts that never run out."""
+"""Number of rollouts that is never used up."""
 WEIGHTS = (1.0, 1.0, 2.0, 3.0, 8.0)
 FOR_S = 150.0
 LEAST = 0.5
-"""Fraction of its share that every pipeline had in the end with engines of several sizes."""
+"""Fraction of its share that every pipeline had at the end with engines of several sizes."""
 
 
 def run(state: FleetState) -> tuple[GeneratingFleet, dict[str, float]]:
-    """Every pipeline generates forever; return the events, and the ideal of each in GPUs."""
+    """Let every pipeline generate forever; return the events, and each pipeline's ideal number
+    of GPUs.
+    """
     for name in state.pipelines:
         demand(state, name, MANY)
     claims = read_claims(PlanBuilder(state))
@@ -65,7 +67,7 @@ def several_sizes(seed: int) -> FleetState:
 
 
 def least_part(seed: int) -> float:
-    """Fraction of its ideal that the worst pipeline had."""
+    """Return the fraction of its ideal that the worst pipeline had."""
     sharing, ideal = run(several_sizes(seed))
     return min(sharing.had_gpu_s[name] / (gpus * FOR_S) for name, gpus in ideal.items())
 
@@ -81,10 +83,12 @@ def test_every_pipeline_gets_gpus_with_engines_of_several_sizes() -> None:
         assert least_part(seed) >= LEAST, f"seed {seed}"
 
 
-def test_were_what_is_certain_never_ceded_the_larger_would_go_without(
+def test_larger_engines_would_get_nothing_if_certain_gpus_were_never_ceded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The fault: it lacks a part of a bundle of each of the others, and so gets none."""
+    """The fault: a larger engine lacks a part of a bundle of each of the others, so it gets
+    nothing.
+    """
     taking = f"{Fair.__module__}._Allocation._takes_certain"
     monkeypatch.setattr(taking, lambda *_: False)
     assert min(map(least_part, range(30))) == 0.0

@@ -1,4 +1,5 @@
-"""Ownership of GPUs while something fails: promises that are broken, and those that must not be.
+"""Ownership of GPUs during failures: promises that are withdrawn, and promises that must be
+kept.
 
 Each test was added for a mutation of the service that no other test noticed.
 """
@@ -35,7 +36,9 @@ def kinds(harness: SchedulerHarness, name: str) -> list[tuple[IntentKind, int]]:
 
 
 def waiting_for_a() -> SchedulerHarness:
-    """Pipeline a is on GPU 0, and hangs when it must leave it for b's training on 0 and 1."""
+    """Return a fleet where pipeline a hangs on GPU 0 and must leave it for b's training on GPUs
+    0 and 1.
+    """
     harness = SchedulerHarness(3)
     harness.pipeline("a", train=(), generation=(0,))
     harness.pipeline("b", train=(0, 1), generation=(2,))
@@ -47,7 +50,7 @@ def waiting_for_a() -> SchedulerHarness:
 
 
 def stray(harness: SchedulerHarness, gpu: int) -> None:
-    """An engine of pipeline c is awake on that GPU without an order to wake."""
+    """Add a pipeline c with an engine that is awake on `gpu` without an order to wake."""
     coordinator = harness.pipeline("c", train=(), generation=(gpu,))
     coordinator.is_hung = True
     coordinator.move(0, AWAKE)
@@ -57,7 +60,7 @@ def stray(harness: SchedulerHarness, gpu: int) -> None:
 # strays
 
 
-def test_a_stray_on_a_promised_gpu_must_go_first() -> None:
+def test_a_stray_engine_on_a_promised_gpu_must_sleep_first() -> None:
     harness = waiting_for_a()
     stray(harness, 1)
     assert harness.of("c").phase is QUARANTINED
@@ -69,7 +72,7 @@ def test_a_stray_on_a_promised_gpu_must_go_first() -> None:
     assert harness.awake("c") == []
 
 
-def test_a_stray_that_is_promised_its_gpu_is_not_mistaken_for_a_woken_engine() -> None:
+def test_a_stray_engine_with_a_promise_of_its_gpu_does_not_count_as_woken() -> None:
     harness = SchedulerHarness(1)
     harness.pipeline("a", train=(), generation=(0,))
     coordinator = harness.pipeline("c", train=(), generation=(0,))
@@ -89,7 +92,7 @@ def test_a_stray_that_is_promised_its_gpu_is_not_mistaken_for_a_woken_engine() -
     assert harness.state("g-c") is QUEUED
 
 
-def test_a_pipeline_that_was_never_admitted_is_not_by_being_well_again() -> None:
+def test_recovery_does_not_admit_a_pipeline_that_was_never_admitted() -> None:
     harness = SchedulerHarness(1)
     coordinator = harness.pipeline("a", train=(), generation=(0,))
     harness.of("a").phase = PipelinePhase.REGISTERED
@@ -105,7 +108,7 @@ def test_a_pipeline_that_was_never_admitted_is_not_by_being_well_again() -> None
 # promises
 
 
-def test_a_cluster_that_is_promised_is_not_taken_for_a_worker_to_wake() -> None:
+def test_a_promised_cluster_is_not_a_worker_to_wake() -> None:
     harness = waiting_for_a()
     coordinator = harness.coordinators["b"]
     harness.generate("b", "g-b")
@@ -113,7 +116,7 @@ def test_a_cluster_that_is_promised_is_not_taken_for_a_worker_to_wake() -> None:
     assert kinds(harness, "b") == [(IntentKind.GRANT, FIXED), (IntentKind.WAKE, 0)]
 
 
-def test_of_two_promises_the_one_that_cannot_be_kept_is_broken() -> None:
+def test_only_the_promise_that_cannot_be_kept_is_withdrawn() -> None:
     harness = waiting_for_a()
     harness.coordinators["b"].is_hung = True
     harness.generate("b", "g-b")
@@ -125,7 +128,7 @@ def test_of_two_promises_the_one_that_cannot_be_kept_is_broken() -> None:
     assert list(harness.scheduler.state.fleet.requests) == ["t"]
 
 
-def test_an_engine_with_only_a_promised_gpu_loses_none_when_its_pipeline_fails() -> None:
+def test_an_engine_with_only_a_promised_gpu_is_not_lost_when_its_pipeline_fails() -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", train=(), generation=(0, 1))
     coordinator = harness.pipeline("b", train=(), generation=(0, 1))
@@ -146,7 +149,7 @@ def test_an_engine_with_only_a_promised_gpu_loses_none_when_its_pipeline_fails()
     assert promised not in harness.scheduler.state.fleet.owners
 
 
-def test_what_waits_behind_a_resize_that_fails_is_called_off_with_it() -> None:
+def test_intents_behind_a_failed_resize_are_cancelled_with_it() -> None:
     harness = SchedulerHarness(2)
     coordinator = harness.pipeline("a", train=(), generation=(0, 1))
     for number, gpu in enumerate((0, 1)):
@@ -174,12 +177,12 @@ def test_a_request_from_before_its_pipeline_left_is_refused_when_resent() -> Non
     harness.train("a", "ta")
     harness.train("b", "tb")
     text = harness.open.pop("tb")
-    harness.run(harness.settings.patience_s + 2)  # it is not resent any more
+    harness.run(harness.settings.patience_s + 2)  # the request is not resent any more
     harness.send(UnregisterPipeline("u", "b"))
     assert harness.ask(text) is TicketState.REFUSED
 
 
-def test_a_withdrawal_gives_back_what_was_granted_long_ago() -> None:
+def test_a_withdrawal_releases_an_old_grant() -> None:
     harness = SchedulerHarness(1, settings=msgspec.structs.replace(SETTINGS, memory_s=20.0))
     harness.pipeline("a", generation=())
     harness.pipeline("b", generation=())
@@ -194,7 +197,7 @@ def test_a_withdrawal_gives_back_what_was_granted_long_ago() -> None:
 # quarantine
 
 
-def test_no_engine_is_let_in_before_its_last_resize_is_done() -> None:
+def test_no_pipeline_is_readmitted_before_its_last_resize_is_done() -> None:
     harness = SchedulerHarness(1)
     coordinator = harness.pipeline("a", train=(), generation=(0,))
     harness.pipeline("b", generation=())
@@ -203,7 +206,7 @@ def test_no_engine_is_let_in_before_its_last_resize_is_done() -> None:
     coordinator.is_hung = True
     harness.train("b", "t")
     harness.run(harness.settings.resize_deadline_s)
-    coordinator.is_silent = True  # so that its hello arrives when it may be let in again
+    coordinator.is_silent = True  # so its hello arrives when it may be readmitted
     harness.run(harness.settings.slack_s + harness.settings.retry_s + 2)
     assert harness.of("a").phase is QUARANTINED
     harness.beat()
@@ -215,7 +218,7 @@ def test_no_engine_is_let_in_before_its_last_resize_is_done() -> None:
     harness.wait_for("t", GRANTED)
 
 
-def test_an_engine_that_is_known_to_sleep_frees_its_gpu_while_another_is_lost() -> None:
+def test_a_sleeping_engine_frees_its_gpu_while_another_is_lost() -> None:
     harness = SchedulerHarness(2)
     coordinator = harness.pipeline("a", train=(), generation=(0, 1))
     harness.pipeline("b", train=(0, 1), generation=())
@@ -235,7 +238,7 @@ def test_an_engine_that_is_known_to_sleep_frees_its_gpu_while_another_is_lost() 
     assert harness.scheduler.state.counts["resizes"] == num_resizes
 
 
-def test_two_moments_of_doubt_are_not_one_long_one() -> None:
+def test_two_short_contradictions_are_not_one_long_one() -> None:
     harness = SchedulerHarness(1)
     coordinator = harness.pipeline("a", train=(), generation=(0,))
     harness.generate("a", "g")
@@ -247,7 +250,7 @@ def test_two_moments_of_doubt_are_not_one_long_one() -> None:
     assert harness.scheduler.state.counts["pipeline.quarantined"] == 0
 
 
-def test_what_a_sleep_would_lose_is_what_the_coordinator_says() -> None:
+def test_the_cost_of_a_sleep_is_what_the_coordinator_reports() -> None:
     harness = SchedulerHarness(2)
     coordinator = harness.pipeline("a", train=(), generation=(0, 1))
     coordinator.truths[1] = msgspec.structs.replace(coordinator.truths[1], kv_tokens=7)
@@ -255,7 +258,7 @@ def test_what_a_sleep_would_lose_is_what_the_coordinator_says() -> None:
     assert [worker.kv_tokens for worker in harness.of("a").workers] == [0, 7]
 
 
-# ends
+# ends of pipelines and nodes
 
 
 def test_a_pipeline_killed_before_its_wake_leaves_no_promise() -> None:
@@ -275,7 +278,7 @@ def test_a_pipeline_killed_before_its_wake_leaves_no_promise() -> None:
     assert harness.scheduler.state.occupants == {0: Owner("a", TRAIN, FIXED)}
 
 
-def test_a_node_that_dies_takes_nothing_with_it_that_is_elsewhere() -> None:
+def test_a_dead_node_affects_nothing_on_other_nodes() -> None:
     harness = SchedulerHarness(2)
     harness.send(JoinNode("n", "n1", 2))
     harness.pipeline("a", train=(), generation=(0, 2))
@@ -287,7 +290,7 @@ def test_a_node_that_dies_takes_nothing_with_it_that_is_elsewhere() -> None:
     harness.coordinators["c"].is_hung = True
     assert harness.train("b", "t") is QUEUED
     harness.coordinators["b"].is_hung = True
-    harness.coordinators["a"].is_silent = True  # its report would repair all of it in a second
+    harness.coordinators["a"].is_silent = True  # a report would restore all of it within a second
     while not any(note.event == "node.lost" for note in harness.notes):
         harness.run(0.25)
     assert phases(harness, "a")[0] is AWAKE

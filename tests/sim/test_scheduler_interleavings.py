@@ -1,4 +1,4 @@
-"""Messages that are late, repeated or out of order, and events between two that belong together.
+"""Messages that are late, repeated or out of order, and events between two related messages.
 
 Each test was added for a mutation of the service that no other test noticed.
 """
@@ -28,7 +28,7 @@ GRANTED, QUEUED, RELEASED = TicketState.GRANTED, TicketState.QUEUED, TicketState
 
 
 def generating(num_gpus: int = 1) -> SchedulerHarness:
-    """Pipeline a has all engines awake."""
+    """Return a fleet on which all engines of pipeline a are awake."""
     harness = SchedulerHarness(num_gpus)
     harness.pipeline("a", train=(), generation=range(num_gpus))
     harness.generate("a", "g")
@@ -37,7 +37,7 @@ def generating(num_gpus: int = 1) -> SchedulerHarness:
     return harness
 
 
-# news of a coordinator
+# hellos of a coordinator
 
 
 def test_a_hello_is_answered_with_its_incarnation() -> None:
@@ -49,13 +49,13 @@ def test_a_hello_is_answered_with_its_incarnation() -> None:
 
 
 def answer(harness: SchedulerHarness, hello: CoordinatorHello) -> AnyMessage:
-    """Answers to that hello."""
+    """Return the answer to `hello`."""
     actions = harness.scheduler.step(Received(b"c", hello), harness.now_s)
     [text] = [each.message for each in actions if isinstance(each, Send) and each.route == b"c"]
     return text
 
 
-class TellsWhoeverAsks(CoordinatorTracker):
+class TrustsAnyHello(CoordinatorTracker):
     """The fault: an earlier process that is still alive replaces the newest one, and silences
     it.
     """
@@ -67,15 +67,17 @@ class TellsWhoeverAsks(CoordinatorTracker):
         link.last_seen_s = max(before, link.last_seen_s)
 
 
-class GivesPlacesAway(FleetScheduler):
-    COORDINATORS = TellsWhoeverAsks
+class ReplacesActiveCoordinators(FleetScheduler):
+    COORDINATORS = TrustsAnyHello
 
 
-@pytest.mark.parametrize(("kind", "is_safe"), [(FleetScheduler, True), (GivesPlacesAway, False)])
-def test_an_active_coordinator_keeps_its_place_before_one_of_an_earlier_clock(
+@pytest.mark.parametrize(
+    ("kind", "is_safe"), [(FleetScheduler, True), (ReplacesActiveCoordinators, False)]
+)
+def test_an_active_coordinator_is_not_replaced_by_one_with_an_earlier_clock(
     kind: type[FleetScheduler], is_safe: bool
 ) -> None:
-    """Only when the current process is silent may another be its next incarnation."""
+    """Another process may become the next incarnation only when the current one is silent."""
     harness = SchedulerHarness(1, kind)
     coordinator = harness.pipeline("a", train=(), generation=(0,))
     coordinator.started_s = 5000.0
@@ -87,8 +89,8 @@ def test_an_active_coordinator_keeps_its_place_before_one_of_an_earlier_clock(
     assert answer(harness, earlier) == SchedulerHello("s1", newest_s=5000.0)
 
 
-def test_a_hello_of_a_time_before_does_not_end_a_sleep() -> None:
-    """An engine that slept once is awake now and must sleep for another pipeline: its earlier
+def test_an_earlier_hello_does_not_end_a_sleep() -> None:
+    """An engine that slept earlier is awake and must sleep for another pipeline: its earlier
     report of sleep must not free its GPU.
     """
     harness = SchedulerHarness(1)
@@ -109,7 +111,7 @@ def test_a_hello_of_a_time_before_does_not_end_a_sleep() -> None:
     assert state.occupants[0] == Owner("b", TRAIN, FIXED)
 
 
-def test_a_hello_of_a_time_before_does_not_end_a_wake() -> None:
+def test_an_earlier_hello_does_not_end_a_wake() -> None:
     harness = generating()
     coordinator = harness.coordinators["a"]
     awake = coordinator.hello()
@@ -123,7 +125,9 @@ def test_a_hello_of_a_time_before_does_not_end_a_wake() -> None:
 
 
 def test_a_sleep_that_establishes_the_state_is_sent_once() -> None:
-    """A newer epoch each second would overtake the one before, and none would ever complete."""
+    """With a newer epoch each second, each sleep would overtake the one before and none would
+    complete.
+    """
     harness = generating(2)
     coordinator = harness.coordinators["a"]
     coordinator.move(0, WorkerPhase.LOST)
@@ -136,7 +140,7 @@ def test_a_sleep_that_establishes_the_state_is_sent_once() -> None:
     assert [each.changes[0].epoch for each in coordinator.pending_resizes] == [epoch]
 
 
-def test_what_was_late_and_is_done_after_all_lets_its_pipeline_in() -> None:
+def test_a_late_resize_that_completes_readmits_its_pipeline() -> None:
     harness = generating()
     coordinator = harness.coordinators["a"]
     coordinator.is_hung = True
@@ -153,8 +157,8 @@ def test_what_was_late_and_is_done_after_all_lets_its_pipeline_in() -> None:
     )
 
 
-def test_an_engine_that_is_lost_again_and_again_is_waited_for_longer_each_time() -> None:
-    """That it was put to sleep in between is no sign that it is well."""
+def test_the_wait_for_an_engine_that_is_lost_repeatedly_grows() -> None:
+    """Putting it to sleep in between does not reset the wait."""
     harness = generating(2)
     coordinator = harness.coordinators["a"]
     for num_faults in range(1, 5):
@@ -162,7 +166,7 @@ def test_an_engine_that_is_lost_again_and_again_is_waited_for_longer_each_time()
         harness.beat()
         assert harness.scheduler.state.pipeline_records["a"].num_faults == num_faults
         coordinator.move(0, WorkerPhase.ASLEEP)
-        coordinator.is_hung = True  # so that it does nothing but what lets it in
+        coordinator.is_hung = True  # the coordinator only does what readmits it
         for _ in range(100):
             if harness.of("a").phase is PipelinePhase.ADMITTED:
                 break
@@ -174,11 +178,13 @@ def test_an_engine_that_is_lost_again_and_again_is_waited_for_longer_each_time()
         coordinator.is_hung = False
 
 
-# before, and after
+# registration and end
 
 
 def test_nothing_is_sent_before_the_coordinators_state_is_known() -> None:
-    """Its coordinator may know newer epochs, of a registration before, and would refuse all."""
+    """The coordinator may know newer epochs of an earlier registration, and would refuse all
+    older ones.
+    """
     harness = SchedulerHarness(1)
     coordinator = harness.pipeline("a", train=(), generation=(0,))
     link = harness.scheduler.state.links["a"]
@@ -192,7 +198,7 @@ def test_nothing_is_sent_before_the_coordinators_state_is_known() -> None:
     assert harness.scheduler.state.counts["pipeline.quarantined"] == 0
 
 
-def test_a_leaving_pipeline_is_still_leaving_when_an_engine_of_it_fails() -> None:
+def test_a_leaving_pipeline_stays_leaving_when_one_of_its_engines_fails() -> None:
     harness = generating()
     coordinator = harness.coordinators["a"]
     harness.send(UnregisterPipeline("leave", "a"))
@@ -205,7 +211,7 @@ def test_a_leaving_pipeline_is_still_leaving_when_an_engine_of_it_fails() -> Non
     assert not harness.scheduler.state.occupants
 
 
-def test_generation_is_given_up_though_a_node_of_it_is_down() -> None:
+def test_generation_is_released_although_one_of_its_nodes_is_down() -> None:
     harness = SchedulerHarness(1)
     harness.send(JoinNode("n", "n1", 1))
     coordinator = harness.pipeline("a", train=(), generation=(0, 1))
@@ -220,7 +226,7 @@ def test_generation_is_given_up_though_a_node_of_it_is_down() -> None:
     harness.wait_for("r", RELEASED, 5)
 
 
-def test_a_truth_of_workers_that_there_are_none_of_changes_nothing() -> None:
+def test_a_report_of_unknown_workers_changes_nothing() -> None:
     harness = generating()
     coordinator = harness.coordinators["a"]
     stray = WorkerTruth(1, WorkerPhase.AWAKE, 9)

@@ -1,4 +1,6 @@
-"""Engines that have not come up yet: no fault for a long time, and no pipeline waits for them."""
+"""Engines that have not come up yet are no fault for a long time, and no pipeline waits for
+them.
+"""
 
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.scheduler.service.explain import explain_fleet
@@ -16,7 +18,9 @@ QUARANTINED, ADMITTED = PipelinePhase.QUARANTINED, PipelinePhase.ADMITTED
 
 
 def coming_up() -> SchedulerHarness:
-    """Engine 1 of pipeline a has never been seen; it wants all, and 0 serves."""
+    """Return a fleet where pipeline a requested two engines: 0 serves, and 1 has never been
+    seen.
+    """
     harness = SchedulerHarness(2)
     coordinator = harness.pipeline("a", train=(), generation=(0, 1))
     coordinator.move(1, WorkerPhase.ABSENT)
@@ -42,13 +46,13 @@ def test_an_engine_that_has_not_come_up_yet_is_no_fault_and_is_not_woken() -> No
     assert harness.awake("a") == [0, 1]
 
 
-def test_an_engine_that_was_to_wake_before_its_coordinator_was_heard_is_no_fault_either() -> None:
+def test_an_absent_engine_promised_before_the_first_hello_is_no_fault_either() -> None:
     harness = SchedulerHarness(2)
     spec = PipelineSpec(pipeline_id="a", clusters={}, generation=(0, 1))
     harness.send(RegisterPipeline("r", spec))
     harness.send(AdmitPipeline("ad", "a"))
     harness.send(HooksWired("a"))
-    harness.generate("a", "g")  # so both are promised to wake
+    harness.generate("a", "g")  # both engines are promised a GPU
     harness.coordinators["a"] = coordinator = Coordinator("a", 2)
     coordinator.move(1, WorkerPhase.ABSENT)
     harness.run(5)
@@ -60,7 +64,7 @@ def test_an_engine_that_was_to_wake_before_its_coordinator_was_heard_is_no_fault
     assert harness.awake("a") == [0, 1]
 
 
-def test_gpus_of_an_engine_that_has_not_come_up_are_for_others() -> None:
+def test_the_gpus_of_an_engine_that_has_not_come_up_are_free_for_others() -> None:
     harness = coming_up()
     harness.pipeline("b", train=(1,), generation=())
     assert harness.train("b", "t") is TicketState.GRANTED
@@ -79,7 +83,7 @@ def test_an_engine_that_does_not_come_up_for_very_long_is_a_fault_until_it_does(
     assert harness.awake("a") == [0, 1]
 
 
-def test_a_pipeline_that_was_quarantined_is_let_in_while_an_engine_comes_up() -> None:
+def test_a_quarantined_pipeline_is_readmitted_while_an_engine_comes_up() -> None:
     harness = coming_up()
     harness.coordinators["a"].move(0, WorkerPhase.LOST)
     harness.run(2)
@@ -90,7 +94,7 @@ def test_a_pipeline_that_was_quarantined_is_let_in_while_an_engine_comes_up() ->
     assert harness.awake("a") == [0]
 
 
-def test_one_that_was_awake_and_is_not_there_any_more_is_lost() -> None:
+def test_an_engine_that_was_awake_and_is_absent_is_lost() -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", train=(), generation=(0, 1))
     harness.generate("a", "g")
@@ -107,7 +111,7 @@ def test_one_that_was_awake_and_is_not_there_any_more_is_lost() -> None:
     assert set(harness.scheduler.state.occupants) == {0}
 
 
-def test_a_new_run_has_all_the_time_again_until_its_engines_are_up() -> None:
+def test_a_new_run_has_the_whole_time_until_its_engines_are_up() -> None:
     harness = coming_up()
     harness.run(harness.settings.join_s - 10)
     again = Coordinator("a", 2, started_s=2.0)
@@ -118,7 +122,7 @@ def test_a_new_run_has_all_the_time_again_until_its_engines_are_up() -> None:
     assert harness.scheduler.state.counts["pipeline.quarantined"] == 0
 
 
-def test_that_an_engine_has_not_come_up_outlives_the_scheduler() -> None:
+def test_an_absent_engine_stays_absent_over_a_restart_of_the_scheduler() -> None:
     harness = coming_up()
     harness.begin()
     assert harness.of("a").workers[1].phase is WorkerPhase.ABSENT

@@ -51,9 +51,9 @@ SPECS = (
 )
 PRIORITIES = {"actor_train": GpuPriority.ACTOR_TRAINING, "critic": GpuPriority.CRITIC_TRAINING}
 MAX_COMPLETED = 50
-"""More rollouts than were requested."""
+"""A number of rollouts above the requested one."""
 CYCLES_A_REQUEST = 4
-"""Upper bound on a release, a wake in progress, a sleep, and the grant."""
+"""Upper bound of a release, a wake in progress, a sleep, and the grant."""
 
 names = st.sampled_from([spec.pipeline_id for spec in SPECS])
 
@@ -111,7 +111,7 @@ class SchedulerHistories(RuleBasedStateMachine):
             self.stage.tell(name, ClearProgress(name, "train", self.batch))
             return
         self.batch += completed == 0
-        # Hooks report of a batch that has begun, which waited for its demand.
+        # Hooks report a batch that has begun after waiting for its demand.
         if self._cast(name).is_generating:
             self.stage.tell(name, ReportProgress(name, "train", self.batch, 40, completed))
 
@@ -128,10 +128,10 @@ class SchedulerHistories(RuleBasedStateMachine):
         self._cast(name).pending_resizes.clear()
 
     @rule(name=names)
-    def mends_its_engines(self, name: str) -> None:
-        self.stage.mend(name)
+    def repairs_its_engines(self, name: str) -> None:
+        self.stage.repair(name)
 
-    # time, and the scheduler's own death
+    # time, and restarts of the scheduler
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 7.0]))
     def time_passes(self, seconds: float) -> None:
@@ -150,7 +150,7 @@ class SchedulerHistories(RuleBasedStateMachine):
         self._cast(name).open[ask.key] = ask
         self.stage.die(after=ask)
 
-    # what holds
+    # invariants
 
     @invariant()
     def nothing_goes_wrong_inside(self) -> None:
@@ -177,12 +177,12 @@ class SchedulerHistories(RuleBasedStateMachine):
         self.stage.ask(name, RequestGpus(key, name, cluster, priority, self.step, target))
 
     def _bring_to_rest(self) -> None:
-        """From now on every coordinator obeys, and each granted request is released a cycle
-        later.
+        """Let every coordinator obey and release each granted request a cycle later, until
+        nothing waits.
         """
         stage = self.stage
         policy = policies.make_policy(self.policy)
-        # Quarantine is grown out of first; then what waits is counted.
+        # Quarantine ends first; then the waiting requests are counted.
         for _ in range(math.ceil(SETTINGS.max_retry_s) + 10):
             self._obey()
             phases = {each.phase for each in stage.scheduler.state.fleet.pipelines.values()}
@@ -210,7 +210,7 @@ class SchedulerHistories(RuleBasedStateMachine):
 
     def _obey(self) -> None:
         for name, each in self.stage.cast.items():
-            self.stage.mend(name)
+            self.stage.repair(name)
             for resize_id in sorted(each.pending_resizes):
                 self.stage.carry_out(name, resize_id)
         self.stage.cycle()

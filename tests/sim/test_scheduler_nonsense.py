@@ -1,8 +1,8 @@
-"""Well-formed messages that make no sense end nothing: each is refused or ignored.
+"""Well-formed messages that make no sense are refused or ignored.
 
-Any of the scheduler's messages with any values is sent among valid ones. After each step the
-machine still runs, its messages can be encoded, and no plan has failed; a scheduler restored from
-its rows runs too.
+Any message of the scheduler with any values is sent among valid ones. After each step the machine
+still runs, its messages can be encoded, and no plan has failed; a scheduler restored from its rows
+runs too.
 """
 
 import enum
@@ -54,7 +54,7 @@ SPECS = [
 
 
 def any_value(kind: typing.Any, rng: random.Random) -> typing.Any:
-    """A message of that type with any values."""
+    """Return a message of this type with any values."""
     if plain := PLAIN.get(kind):
         return plain(rng)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
@@ -71,7 +71,7 @@ def any_value(kind: typing.Any, rng: random.Random) -> typing.Any:
 
 
 def true_message(rng: random.Random) -> AnyMessage:
-    """Valid messages of a fleet of four GPUs and two pipelines."""
+    """Return valid messages of a fleet of four GPUs and two pipelines."""
     name, key = rng.choice("ab"), str(rng.random())
     asleep = tuple(WorkerTruth(rank, WorkerPhase.ASLEEP, 0) for rank in range(4))
     messages: list[AnyMessage] = [
@@ -87,7 +87,7 @@ def true_message(rng: random.Random) -> AnyMessage:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_messages_that_make_no_sense_end_nothing(seed: int) -> None:
+def test_messages_that_make_no_sense_break_nothing(seed: int) -> None:
     rng, kept, now_s = random.Random(seed), JournalTables(), 100.0
     scheduler = FleetScheduler(SchedulerSettings(), make_policy("fair"), None, "s0")
     for number in range(NUM_STEPS):

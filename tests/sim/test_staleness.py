@@ -1,4 +1,4 @@
-"""Whatever the lengths and speeds, no policy trains a sample that is too old, and all end."""
+"""For any lengths and speeds, no policy trains a sample that is too old, and every group ends."""
 
 import random
 
@@ -30,7 +30,7 @@ from rollmesh.trainer.staleness import (
 NUM_ARMS = len(arms(FleetShape()))
 
 
-def some(low: float, high: float) -> st.SearchStrategy[float]:
+def floats(low: float, high: float) -> st.SearchStrategy[float]:
     return st.floats(low, high, allow_nan=False)
 
 
@@ -40,20 +40,20 @@ SHAPES = st.builds(
     batch_groups=st.integers(1, 4),
     max_staleness=st.integers(0, 4),
     max_groups=st.integers(1, 12),
-    task_spread=some(0.0, 2.0),
-    sibling_spread=some(0.0, 1.0),
-    rare_share=some(0.0, 0.5),
-    rare_factor=some(1.0, 100.0),
-    trained_tokens_per_s=some(100.0, 10**6),
-    step_s=some(0.0, 30.0),
-    publish_s=some(0.0, 60.0),
+    task_spread=floats(0.0, 2.0),
+    sibling_spread=floats(0.0, 1.0),
+    rare_share=floats(0.0, 0.5),
+    rare_factor=floats(1.0, 100.0),
+    trained_tokens_per_s=floats(100.0, 10**6),
+    step_s=floats(0.0, 30.0),
+    publish_s=floats(0.0, 60.0),
 )
 
 
 @pytest.mark.parametrize("at", range(NUM_ARMS))
 @settings(max_examples=25, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 2**32))
-def test_no_sample_is_older_than_the_bound_and_all_that_is_asked_for_ends(
+def test_no_sample_is_older_than_the_bound_and_every_group_ends(
     at: int, shape: FleetShape, seed: int
 ) -> None:
     arm = arms(shape)[at]
@@ -91,7 +91,7 @@ def run(name: str, num_steps: int = 60) -> RunFigures:
     return StalenessSimulation(FleetShape(), arm, 0).run(num_steps)
 
 
-def test_every_arm_is_asked_the_same_and_a_seed_tells_the_same_twice() -> None:
+def test_a_seed_gives_the_same_result_twice() -> None:
     results = [msgspec.to_builtins(run("drop", 20).figures()) for _ in range(2)]
     assert results[0] == results[1]
     bounds = [arm.bound for arm in arms(FleetShape())]
@@ -99,7 +99,7 @@ def test_every_arm_is_asked_the_same_and_a_seed_tells_the_same_twice() -> None:
 
 
 class Crashing(Managed):
-    """Killed between any two events, and restored from a journal."""
+    """A manager that is killed between any two events and restored from a journal."""
 
     def __init__(self, policy: StalePolicy, shape: FleetShape, seed: int) -> None:
         super().__init__(policy, policy, shape, shape.max_staleness)
@@ -162,7 +162,7 @@ def counts(state: StalenessState) -> tuple[int, ...]:
 @pytest.mark.parametrize("policy", ["wait", "drop"])
 @settings(max_examples=25, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 2**32))
-def test_a_trainer_that_rises_from_its_journal_has_the_room_that_it_had(
+def test_a_restored_trainer_has_the_same_free_capacity(
     policy: StalePolicy, shape: FleetShape, seed: int
 ) -> None:
     arm = Crashing(policy, shape, seed)

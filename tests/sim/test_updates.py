@@ -1,4 +1,4 @@
-"""Engines and publishers that are killed during weight updates: the two machines on one clock."""
+"""Engines and publishers that are killed during weight updates: both machines on one clock."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.unit.trainer.weights.publisher_world import A, B, Mesh, target
 
 
 @pytest.mark.parametrize(("lease_s", "takes_s"), [(30.0, 7.0), (5.0, 7.0)])
-def test_engine_that_is_killed_as_its_update_begins_has_the_weights_once_it_answers(
+def test_an_engine_that_is_killed_as_its_update_begins_has_the_weights_once_it_answers(
     lease_s: float, takes_s: float
 ) -> None:
     mesh = Mesh(A, lease_s=lease_s)
@@ -30,7 +30,7 @@ def test_engine_that_is_killed_as_its_update_begins_has_the_weights_once_it_answ
     assert (mesh.phase(), mesh.policy_version(), engine.weights) == (EnginePhase.READY, 1, 1)
 
 
-def test_engine_that_refuses_at_once_is_not_asked_again_at_once() -> None:
+def test_an_engine_that_refuses_at_once_is_not_retried_at_once() -> None:
     mesh = Mesh(A)
     mesh.run(1.0)
     mesh.engines[A].broken = UpdatePhase.LOADING
@@ -39,7 +39,7 @@ def test_engine_that_refuses_at_once_is_not_asked_again_at_once() -> None:
     assert [phase for _, phase in mesh.was_called].count(UpdatePhase.LOADING) == 3
 
 
-def test_publication_is_not_over_while_a_publisher_that_may_be_dead_is_ahead() -> None:
+def test_a_publication_is_not_over_while_a_possibly_dead_publisher_is_ahead() -> None:
     mesh = Mesh(A, B)
     mesh.run(1.0)
     mesh.publish(target(30))

@@ -95,8 +95,8 @@ class SimRouter(Node):
 
     def restart(self) -> None:
         super().restart()
-        self._network.transitions.forget("ledger")
-        self._network.transitions.forget("crew")
+        self._network.transitions.forget("group")
+        self._network.transitions.forget("worker")
         self._network.transitions.forget("fleet")
         self._begin_life()
         self.start()
@@ -121,7 +121,7 @@ class SimRouter(Node):
     def _tick(self) -> None:
         self._do(self.group_scheduler.step(Ticked(), self._now_s()))
         states = {each.worker_id: each.state for each in self.group_scheduler.membership.workers}
-        self._network.transitions.watch("crew", states)
+        self._network.transitions.watch("worker", states)
         self._check_seats()
         self._do_fleet(self.fleet.step(Ticked(), self._now_s()))
         self._kernel.after(TICK_S, self._tick, self)
@@ -177,7 +177,7 @@ class SimRouter(Node):
         if sends or len(groups) != self._num_groups:
             self._num_groups = len(groups)
             states = {group_id: group.state for group_id, group in groups.items()}
-            self._network.transitions.watch("ledger", states)
+            self._network.transitions.watch("group", states)
         for send in sends:
             self._send(send)
 

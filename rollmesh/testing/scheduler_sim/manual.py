@@ -186,7 +186,7 @@ class ManualScheduler:
         resized = tuple(each.workers[change.rank] for change in resize.changes)
         self.tell(f"c-{name}", WorkersResized(name, resize_id, resized, error))
 
-    def mend(self, name: str) -> None:
+    def repair(self, name: str) -> None:
         """Put the lost engines to sleep; the coordinator reports it."""
         each = self.cast[name]
         for rank, worker in enumerate(each.workers):

@@ -113,7 +113,7 @@ def test_chats_of_a_model_that_always_reasons_are_in_its_own_format(
 
 def test_calls_are_parsed_as_xml_if_the_template_writes_xml(tmp_path: Path) -> None:
     source = "{{ '<function=f>' }}{{ messages[0].content }}"
-    folder = write_model_folder(tmp_path, model_type="unheard", chat_template=source)
+    folder = write_model_folder(tmp_path, model_type="unknown", chat_template=source)
     assert choose_family(folder, "auto", load_tokenizer(folder)).style is CallStyle.XML
 
 

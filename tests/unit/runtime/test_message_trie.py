@@ -260,7 +260,7 @@ def test_screenshots_after_an_edit_are_not_parsed_again() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        pytest.param(shot(3, "assistant"), id="an assistant's, who is known by less than he says"),
+        pytest.param(shot(3, "assistant"), id="an assistant's, which is compared without its images"),
         pytest.param(shot(3, num_bytes=100), id="a short one"),
         pytest.param({"role": "user", "content": "x" * 2 * MIN_UNIT_BYTES}, id="a text"),
     ],

@@ -259,7 +259,7 @@ one.
 
 
 async def test_a_fork_caused_by_a_template_has_the_same_cause_and_texts(tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path, model_type="unheard", chat_template=COUNTS)
+    folder = write_model_folder(tmp_path, model_type="unknown", chat_template=COUNTS)
     tokenizer = load_tokenizer(folder)
     prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
     ids = tokenizer.encode("a<|im_end|>")

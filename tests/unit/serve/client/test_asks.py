@@ -254,7 +254,7 @@ def test_cancelled_groups_that_no_router_received_leave_nothing() -> None:
     asks = new_asks()
     for seq in range(1000):
         ask(asks, GroupId("r1", seq))
-        asks.step(Cancelled(GroupId("r1", seq), "nobody is there"), 0.0)
+        asks.step(Cancelled(GroupId("r1", seq), "no longer needed"), 0.0)
     assert (len(asks.open), asks.num_cancels) == (0, 0)
     earlier = Asked(group_id=ONE, env="guess", num_samples=4, attempts=1)
     asks.step(earlier, 0.0)

@@ -187,7 +187,7 @@ BAD: list[Bad] = [
     ("/ID/reward", b'{"reward": 1, "node": "chatcmpl-x"}', 404, "node: 'chatcmpl-x' is neither"),
     ("/ID/finish", b'{"outcome": "fine"}', 400, "Invalid enum value 'fine'"),
     ("/ID/stop", b"{}", 404, "unknown action 'stop'; actions: reward, finish"),
-    ("/nobody/finish", b"{}", 404, "no session 'nobody'"),
+    ("/s9/finish", b"{}", 404, "no session 's9'"),
     ("/ID", b"{}", 405, "POST is not allowed; use GET"),
 ]
 

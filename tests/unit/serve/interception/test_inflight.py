@@ -64,9 +64,9 @@ async def test_a_request_whose_body_is_still_arriving_ends_with_its_rollout(
     while not len(agent.server.inflight):  # noqa: ASYNC110 - the arrival of a head has no event
         await asyncio.sleep(0)
     agent.runtime.cleanup_group(ROLLOUT.group_id)
-    status, told = await answer_of(client)
+    status, answer = await answer_of(client)
     client.close()
-    assert (status, told["error"]["code"]) == (410, "session_sealed")
+    assert (status, answer["error"]["code"]) == (410, "session_sealed")
     assert await until_empty(agent) == {ExchangeState.SEALED}
 
 

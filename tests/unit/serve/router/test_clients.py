@@ -95,7 +95,7 @@ def test_a_kept_group_with_an_unclaimed_result_runs_again_when_its_client_reques
     running(router)
     router.advance(60, "w0")
     sends = router.receive("w0", GroupLost(group(1), 1, "no ack in 600 s"))
-    assert not only(sends, RunGroup), "its result would find nobody again"
+    assert not only(sends, RunGroup), "its result would have no receiver again"
     assert not only(sends, GroupFailed), "a client that wakes up must not take it for an end"
     assert router.is_empty()
     assert [run.attempt for run in only(router.asks(ask(1, attempts=1)), RunGroup)] == [2]
@@ -210,4 +210,4 @@ def test_unclaimed_results_leave_half_of_a_worker_to_other_clients(
     assert router.state(2) is GroupState.QUEUED
     router.receive("w0", GroupDelivered(group(3), 1))
     [run] = only(router.receive("w0", holds_unacked("w0", 0)), RunGroup, "w0")
-    assert run.group_id == group(2), "it waited for room, not for ever"
+    assert run.group_id == group(2), "it waited for room and then ran"

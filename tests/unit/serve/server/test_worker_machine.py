@@ -486,7 +486,7 @@ def test_a_draining_worker_returns_its_groups_when_no_engine_has_served_for_long
     assert see(machine, 100.0) == []
     assert see(machine, 100.0 + STRANDED_S - 0.1) == []
     assert see(machine, 100.0 + STRANDED_S) == [Abort(STRANDED_GROUP, STRANDED)]
-    assert see(machine, 101.0 + STRANDED_S) == [], "it is told once"
+    assert see(machine, 101.0 + STRANDED_S) == [], "the run is aborted once"
     gone = machine.step(GroupRunEnded(STRANDED_GROUP, False, 0), 102.0 + STRANDED_S)
     assert gone == [
         Forget(STRANDED_GROUP),

@@ -158,7 +158,7 @@ async def test_every_chunk_has_the_fields_that_clients_require(start_agent: Star
     assert done is None
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
-    assert all(len(chunk["choices"]) == 1 for chunk in chunks), "no usage that nobody asked for"
+    assert all(len(chunk["choices"]) == 1 for chunk in chunks), "no chunk with unrequested usage"
     choices = [chunk["choices"][0] for chunk in chunks]
     assert {choice["index"] for choice in choices} == {0}
     assert [c["finish_reason"] for c in choices] == [None] * (len(choices) - 1) + ["tool_calls"]

@@ -309,9 +309,9 @@ async def test_lost_contents_affect_only_the_sessions_that_use_them(
     with no_room_in_memory(spilled):
         assert spill_over() >= len(LONG)
         lose_files(spilled)
-        said = [gateway.run_call(opened, "one") for opened in (losing, other)]
-        [failure, told] = await asyncio.gather(*said, return_exceptions=True)
-        assert told is None
+        calls = [gateway.run_call(opened, "one") for opened in (losing, other)]
+        [failure, result] = await asyncio.gather(*calls, return_exceptions=True)
+        assert result is None
         assert isinstance(failure, ContentLost)
         with pytest.raises(ContentLost):
             gateway.registry.reward(gateway.entry(losing), 1.0, None)

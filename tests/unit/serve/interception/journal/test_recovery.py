@@ -92,7 +92,7 @@ async def test_only_the_session_with_missing_records_is_set_aside(begin: Begin) 
     assert (refused.value.status, refused.value.code) == (409, "session_set_aside")
     after.journal.close_journal()
     again = begin()
-    assert again.recovered.set_aside == after.recovered.set_aside, "it is told at each start"
+    assert again.recovered.set_aside == after.recovered.set_aside, "it is reported at each start"
     live_bytes = again.journal.live_bytes
     assert again.registry.delete_set_aside(lost_id)
     assert again.journal.live_bytes < live_bytes

@@ -25,7 +25,7 @@ class RecordingBuffer(WriteBuffer):
         super().flushed(failure)
         self.results.append(failure)
         if self.is_broken:
-            raise LookupError("whom to tell")
+            raise LookupError("no reader")
 
 
 class Disk:
@@ -112,7 +112,7 @@ async def test_an_event_that_cannot_be_encoded_does_not_block_other_sessions() -
 
 async def test_each_session_is_notified_of_any_failure() -> None:
     disk = Disk()
-    disk.broken = RuntimeError("nobody thought of this")
+    disk.broken = RuntimeError("unexpected")
     disk.buffers[0].is_broken = True
     for buffer in disk.buffers:
         buffer.put(DeliveryChanged(0, is_undelivered=True))
@@ -120,7 +120,7 @@ async def test_each_session_is_notified_of_any_failure() -> None:
     await asyncio.sleep(0)
     for buffer in disk.buffers:
         assert [(each.code, str(each)) for each in buffer.results if each is not None] == [
-            ("journal_failed", "the journal: RuntimeError: nobody thought of this")
+            ("journal_failed", "the journal: RuntimeError: unexpected")
         ]
         assert buffer.has_pending
     disk.broken = None
