@@ -60,7 +60,7 @@ def test_a_slow_engine_comes_up_although_another_engine_of_its_resize_must_sleep
     engines.run(2.0)
     assert engines.phases() == [WorkerPhase.WAKING, WorkerPhase.ASLEEP]
     results = [(answer.resize_id, answer.error) for answer in engines.answers()]
-    assert results[-1:] == [(sleep.resize_id, "")], "that one is slow is no fault"
+    assert results[-1:] == [(sleep.resize_id, "")], "a slow engine is no fault"
     engines.engine(0).fails.clear()
     engines.run(2.0)
     assert engines.phases() == [WorkerPhase.AWAKE, WorkerPhase.ASLEEP]

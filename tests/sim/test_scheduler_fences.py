@@ -123,7 +123,7 @@ def test_only_the_promise_that_cannot_be_kept_is_withdrawn() -> None:
     kept = next(each for each in harness.scheduler.intents.of("b") if each.rank == 0)
     harness.coordinators["a"].move(0, LOST)
     harness.beat()
-    assert harness.scheduler.intents.of("b") == [kept], "it received a wake, and wakes"
+    assert harness.scheduler.intents.of("b") == [kept], "the engine has received its wake"
     assert harness.scheduler.state.fleet.owners[0] == Owner("a", GENERATION_CLUSTER, 0)
     assert list(harness.scheduler.state.fleet.requests) == ["t"]
 

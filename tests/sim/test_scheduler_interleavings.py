@@ -153,7 +153,7 @@ def test_a_late_resize_that_completes_readmits_its_pipeline() -> None:
     assert harness.of("a").phase is PipelinePhase.ADMITTED
     assert harness.state("r") is RELEASED
     assert harness.scheduler.state.counts["resizes"] <= num_resizes + 1, (
-        "it sleeps, and is left alone"
+        "a sleeping engine is not resized again"
     )
 
 

@@ -248,7 +248,7 @@ def test_screenshots_after_an_edit_are_not_parsed_again() -> None:
     ask(stored, read, SYSTEM, shot(0), assistant("4"), shot(1))
     assert read.num_long == 2
     new_messages = ask(stored, read, SYSTEM, OLD, assistant("4"), shot(1), assistant("4"), shot(2))
-    assert read.num_long == 3, "only the newest"
+    assert read.num_long == 3, "only the newest is parsed"
     assert [m for m in new_messages if m.images()] == [
         read_message(msgspec.json.encode(shot(n)), 0) for n in (1, 2)
     ]
@@ -260,7 +260,7 @@ def test_screenshots_after_an_edit_are_not_parsed_again() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        pytest.param(shot(3, "assistant"), id="an assistant's, which is compared without its images"),
+        pytest.param(shot(3, "assistant"), id="an assistant's"),
         pytest.param(shot(3, num_bytes=100), id="a short one"),
         pytest.param({"role": "user", "content": "x" * 2 * MIN_UNIT_BYTES}, id="a text"),
     ],

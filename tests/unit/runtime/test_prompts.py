@@ -139,7 +139,7 @@ def test_a_required_call_is_opened_for_the_model(
     sampled = tokenizer.encode(text)
     delta = reader.feed(sampled)
     assert delta is not None
-    assert delta.num_tokens == len(sampled), "a lead is not sampled"
+    assert delta.num_tokens == len(sampled), "a prefill is not sampled"
     assert reader.end(len(sampled)).num_tokens == len(sampled)
     assert reader.answer() == ParsedReply("", "", (ToolCall("c_0", "f", arguments),))
 

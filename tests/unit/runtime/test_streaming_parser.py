@@ -50,7 +50,7 @@ class Fold:
     def add(self, delta: Delta, is_last: bool = False) -> None:
         assert delta.num_tokens >= self.num_tokens
         self.num_tokens = delta.num_tokens
-        assert not (delta.content and self.calls and not is_last), "content behind a call"
+        assert not (delta.content and self.calls and not is_last), "content after a call"
         self.content += delta.content
         self.reasoning += delta.reasoning
         for call in delta.calls:
@@ -60,7 +60,7 @@ class Fold:
                 self.calls.append(ToolCall(call.id, call.name, call.arguments))
             else:
                 assert (call.id, call.name) == ("", "")
-                assert call.index == len(self.calls) - 1, "a call goes on behind the next"
+                assert call.index == len(self.calls) - 1, "a call continues after the next one"
                 before = self.calls[-1]
                 text = before.arguments + call.arguments
                 self.calls[-1] = ToolCall(before.id, before.name, text)

@@ -73,7 +73,7 @@ class FakeRouter:
                 if group_id in router.asks:
                     return router.asks[group_id]
                 router.receive()
-        raise AssertionError(f"no ask of {group_id}")
+        raise AssertionError(f"no request for {group_id}")
 
 
 def finished(group_id: GroupId, attempt: int = 1, *, complete: bool = True) -> GroupFinished:

@@ -273,7 +273,7 @@ async def test_a_cancelled_operation_that_is_still_in_the_network_arrives_after_
         assert sender.engine.memory_state is FakeMemoryState.RELEASED
         sender.network.clear()
         await sender.engine.until(lambda: sender.engine.memory_state is FakeMemoryState.BARE)
-        assert sender.engine.weight_version == "released-0", "it has its memory, and says no"
+        assert sender.engine.weight_version == "released-0", "it has memory and reports none"
         await engine_ops.close()
 
 

@@ -106,7 +106,7 @@ def test_a_body_that_does_not_fit_is_not_read_until_another_is_answered(
         for _ in range(200):  # The kernel's buffer would have been read by now.
             await asyncio.sleep(0)
         num_read = limited.handler.requests[-1].num_bytes
-        assert num_read < MAX_AHEAD_BYTES, "its body was read though it had no place"
+        assert num_read < MAX_AHEAD_BYTES, "a body without room was read"
         assert limited.handler.peak_bytes <= LIMIT + MAX_BODY
         limited.handler.go.set()
         for client in (first, second, third):
@@ -208,7 +208,9 @@ def test_an_announced_body_that_does_not_arrive_takes_no_room(runner: asyncio.Ru
         late = await limited.sender(sized(b"y" * 2 * MIB))
         assert await late.answer() == (200, b"%d" % (2 * MIB))
         assert limited.bodies.num_waits == 0
-        assert limited.bodies.num_held == 20, "a silent sender was cut though nothing waited for it"
+        assert limited.bodies.num_held == 20, (
+            "a silent sender was cut although nothing waited for room"
+        )
         for client in silent:
             client.reset()
         await limited.until(num_held=0)
@@ -282,7 +284,7 @@ def test_a_slow_sender_is_cut_while_others_wait_whatever_it_sent_before() -> Non
     num_bytes, now_s = 60 * MIB, 1.0
     while not pace.check(now_s, num_bytes, is_contended=True)[1]:
         num_bytes, now_s = num_bytes + 1, now_s + 0.5
-        assert now_s < 10.0, "what it sent before earned it more than the grace"
+        assert now_s < 10.0, "earlier bytes extended the grace period"
 
 
 def test_a_small_body_never_waits(runner: asyncio.Runner) -> None:
@@ -360,7 +362,7 @@ async def run_senders(
             break
         await asyncio.sleep(0)
         check()
-    assert not [task for task in tasks if not task.done()], "a body waits without end"
+    assert not [task for task in tasks if not task.done()], "a body waits forever"
     assert bodies.num_waits > 0
     assert (bodies.held_bytes, bodies.num_held, bodies.num_waiting) == (0, 0, 0)
 

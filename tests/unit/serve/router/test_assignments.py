@@ -335,7 +335,7 @@ def test_attempts_interrupted_by_a_normal_worker_exit_do_not_count(router: Scrip
             incarnation,
         )
     [run] = only(router.worker("w0", pid=6), RunGroup)
-    assert run.attempt == 6, "sinks and workers tell attempts by their numbers, which only rise"
+    assert run.attempt == 6, "attempt numbers only increase"
 
 
 def test_a_task_that_makes_its_workers_exit_normally_fails_after_a_limit(

@@ -38,7 +38,7 @@ def test_the_client_of_a_group_whose_env_is_not_served_is_notified_repeatedly(
     assert (moved.group_id, moved.state) == (group(1), GroupState.QUEUED)
     assert router.group_scheduler.blocked_reasons.standing() == [cause]
     assert len(reasons(router.advance(3 * TELL_S, "w0", "c"))) == 3
-    assert router.state(1) is GroupState.QUEUED, "a worker may yet come"
+    assert router.state(1) is GroupState.QUEUED, "a worker may still join"
 
 
 def test_each_client_is_notified_of_one_group_of_many(router: ScriptedRouter) -> None:

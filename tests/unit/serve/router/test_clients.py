@@ -70,7 +70,7 @@ def test_a_client_with_keep_is_waited_for(router: ScriptedRouter) -> None:
     router.receive("w0", GroupDelivered(group(1), 1))
     router.advance(1, "w0")
     assert router.is_empty()
-    assert router.group_scheduler.table.clients == {}, "with nothing left to keep, it is forgotten"
+    assert router.group_scheduler.table.clients == {}, "a client without groups is forgotten"
 
 
 def test_a_kept_clients_groups_end_when_it_leaves(router: ScriptedRouter) -> None:
@@ -85,7 +85,7 @@ def test_a_kept_clients_groups_end_when_it_leaves(router: ScriptedRouter) -> Non
     assert cancel.group_id == group(1)
     assert router.state(1) is None
     assert router.holder(2) == "w0"
-    assert router.group_scheduler.clients.take_forgotten() == [], "it was not given up"
+    assert router.group_scheduler.clients.take_forgotten() == [], "the group was not given up"
 
 
 def test_a_kept_group_with_an_unclaimed_result_runs_again_when_its_client_requests_it(
@@ -96,7 +96,9 @@ def test_a_kept_group_with_an_unclaimed_result_runs_again_when_its_client_reques
     router.advance(60, "w0")
     sends = router.receive("w0", GroupLost(group(1), 1, "no ack in 600 s"))
     assert not only(sends, RunGroup), "its result would have no receiver again"
-    assert not only(sends, GroupFailed), "a client that wakes up must not take it for an end"
+    assert not only(sends, GroupFailed), (
+        "a client that resumes must not take this for the end of its group"
+    )
     assert router.is_empty()
     assert [run.attempt for run in only(router.asks(ask(1, attempts=1)), RunGroup)] == [2]
 
@@ -137,7 +139,7 @@ def test_a_forgotten_client_that_returns_loses_work_but_no_group(
     kept(router)
     running(router)
     sends = router.advance(SETTINGS.kept_client_s + 1, "w0")
-    assert not only(sends, GroupFailed), "it may be frozen, and hear of it later"
+    assert not only(sends, GroupFailed), "the client may be frozen and receive it later"
     kept(router)
     [run] = only(router.asks(ask(1, attempts=1)), RunGroup, "w0")
     assert run.attempt == 2
@@ -166,7 +168,7 @@ def test_groups_of_absent_clients_queue_behind_those_of_connected_ones(
     runs = only(router.worker("w0"), RunGroup)
     while len(runs) < 4:
         runs += only(router.receive("w0", GroupDelivered(runs[-1].group_id, 1)), RunGroup)
-    assert [run.group_id.seq for run in runs] == [3, 4, 1, 2], "and it goes on, for all that"
+    assert [run.group_id.seq for run in runs] == [3, 4, 1, 2], "the group continues"
 
 
 def test_a_client_that_returned_has_its_turn_again(router: ScriptedRouter) -> None:
@@ -206,7 +208,7 @@ def test_unclaimed_results_leave_half_of_a_worker_to_other_clients(
     [run] = only(router.receive("w1", holds_unacked("w1", MAX_UNACKED // 2 - 1)), RunGroup, "w1")
     assert run.group_id == group(1)
     [run] = only(router.asks(ask(3, n=8)), RunGroup, "w0")
-    assert run.group_id == group(3), "who is there has the other half"
+    assert run.group_id == group(3), "connected clients have the other half"
     assert router.state(2) is GroupState.QUEUED
     router.receive("w0", GroupDelivered(group(3), 1))
     [run] = only(router.receive("w0", holds_unacked("w0", 0)), RunGroup, "w0")

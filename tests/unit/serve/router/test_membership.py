@@ -123,7 +123,7 @@ def test_a_resumed_worker_that_reports_its_groups_keeps_a_finished_result(
     router.advance(4, "w1", "c")
     assert router.holder(1) == "w1"
     sends = router.receive("w0", hello("w0", HeldGroup(group(1), 1, True)))
-    assert not only(sends, CancelRun), "its sink takes the first that comes"
+    assert not only(sends, CancelRun), "its sink accepts the first result"
 
 
 def test_a_claim_cancels_the_run_on_the_groups_last_worker(router: ScriptedRouter) -> None:
@@ -226,7 +226,7 @@ def test_a_heartbeat_of_a_new_process_does_not_revive_the_old_one(router: Script
     running(router)
     router.advance(4, "c")
     sends = router.receive("w0", msgspec.structs.replace(beat("w0"), started_s=2.0))
-    assert only(sends, RouterHello, "w0"), "its hello is asked for"
+    assert only(sends, RouterHello, "w0"), "the router requests its hello"
     assert router.state(1) is GroupState.QUEUED
     router.receive("w0", msgspec.structs.replace(beat("w0"), started_s=0.5))
     assert router.state(1) is GroupState.QUEUED

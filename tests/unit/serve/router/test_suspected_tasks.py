@@ -181,7 +181,7 @@ def test_suspects_run_apart_and_other_groups_are_spared(router: ScriptedRouter) 
             holder = router.holder(run.group_id.seq)
             worker = router.group_scheduler.membership.workers.get(holder)
             assert worker is not None
-            assert len(worker.groups) == 1, "each suspect has a worker of its own"
+            assert len(worker.groups) == 1, "each suspect runs alone on a worker"
         sends = []
         for name in list(pids):
             worker = router.group_scheduler.membership.workers.get(name)

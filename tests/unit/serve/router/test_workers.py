@@ -39,7 +39,7 @@ def test_before_the_first_heartbeat_the_load_is_the_assigned_slots(worker: Worke
 def test_the_load_is_what_heartbeats_report_as_running(worker: WorkerEntry) -> None:
     worker.occupy(seated(1, 6))
     worker.take_beat(beat("w0", num_running=0), 1.0)
-    assert worker.load == 6, "this beat may have left before the group came"
+    assert worker.load == 6, "this heartbeat may have been sent before the group arrived"
     worker.take_beat(beat("w0", num_running=2), 2.0)
     assert worker.load == 2
 

@@ -150,7 +150,7 @@ def test_a_repetition_does_not_make_a_silent_sink_a_new_one() -> None:
     assert outbox.step(Ticked(), 9.0)
     assert outbox.is_stuck(10.0)
     outbox.readdress(group(1), 1, "tcp://elsewhere", b"")
-    assert not outbox.is_stuck(10.0), "it was not sent there yet"
+    assert not outbox.is_stuck(10.0), "the result was not sent to this sink yet"
     outbox.step(Ticked(), 10.0)
     assert not outbox.is_stuck(19.9)
     assert outbox.is_stuck(20.0)

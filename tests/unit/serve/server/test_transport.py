@@ -132,7 +132,7 @@ def next_route(hub: Hub) -> bytes:
         wait([hub], None, 0.1)
         for route, _ in hub.receive(1):
             return route
-    raise AssertionError("nothing came")
+    raise AssertionError("no message")
 
 
 async def test_router_and_sink_exchange_messages_with_the_worker_by_route() -> None:

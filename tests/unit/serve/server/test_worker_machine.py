@@ -264,7 +264,7 @@ def test_a_worker_without_groups_accepts_some_whatever_its_byte_count() -> None:
         act()
         machine.weigh(5000)
         accepting.append(machine.accepting)
-    assert accepting == [True, False, True], "nothing that it has would ever make it lighter"
+    assert accepting == [True, False, True], "without groups it could never become lighter"
 
 
 def test_a_full_worker_runs_groups_that_were_already_sent() -> None:
@@ -300,7 +300,7 @@ def test_draining_worker_whose_sink_is_away_gives_back_what_it_cannot_deliver() 
     receive(machine, DrainWorker("shrink"))
     assert machine.state is WorkerState.DRAINING
     machine.step(Ticked(), 9.9)
-    assert machine.state is WorkerState.DRAINING, "its sink may only be slow"
+    assert machine.state is WorkerState.DRAINING, "the sink may be slow"
     left = Send(ROUTER, WorkerLeft("w1", "drained: shrink"))
     assert machine.step(Ticked(), 10.0)[-3:] == [Forget(ONE), left, Left(1)]
     assert (machine.state, machine.holds()) == (WorkerState.LEFT, [])
@@ -350,7 +350,7 @@ def test_a_worn_worker_accepts_groups_until_it_may_leave_or_is_stopped() -> None
     assert (machine.state, machine.accepting) == (WorkerState.WORN, True)
     assert Begin(ONE, 4, b"ask") in run(machine, ONE)
     machine.step(StopAsked("SIGTERM"), 0.0)
-    assert str(machine.leaving) == "stopped: SIGTERM", "no other follows it"
+    assert str(machine.leaving) == "stopped: SIGTERM", "the worker is not replaced"
 
 
 def test_a_worker_far_past_its_memory_limit_leaves_without_permission() -> None:
@@ -515,5 +515,5 @@ def test_a_worker_that_does_not_drain_waits_for_engines_without_limit() -> None:
     see(machine, 0.0)
     assert see(machine, 1e6) == []
     machine.step(Received(ROUTER, DrainWorker("shrink"), b"", "i1"), 1e6)
-    assert see(machine, 1e6) == [], "its time begins when it drains"
+    assert see(machine, 1e6) == [], "the time starts with the drain"
     assert see(machine, 1e6 + STRANDED_S) == [Abort(STRANDED_GROUP, STRANDED)]

@@ -50,7 +50,7 @@ def test_a_batch_is_several_distinct_turns() -> None:
     assert {turn.num_choices for turn in turns} == {2}
     assert {turn.num_top_logprobs for turn in turns} == {3}
     assert len({turn.digest for turn in turns}) == 2
-    assert decode()[0].sampling.max_tokens == 16, "as OpenAI's reference has it"
+    assert decode()[0].sampling.max_tokens == 16, "the default of OpenAI's reference"
 
 
 async def test_the_next_raw_prompt_continues_the_last_one(start_agent: StartAgent) -> None:

@@ -132,7 +132,7 @@ async def test_an_answer_that_a_full_disk_refused_is_written_and_returned_on_a_r
             gateway.registry.reward(gateway.entry(opened), 1.0, None)
         assert len(gateway.registry) == 1
     await gateway.run_call(opened, "one", "two")
-    assert len(gateway.sampler.generations) == 2, "the answer that could not be written is given"
+    assert len(gateway.sampler.generations) == 2, "the retry returns the unwritten answer"
     gateway.registry.reward(gateway.entry(opened), 1.0, None)
     gateway.journal.close_journal()
     after = begin()
@@ -188,7 +188,7 @@ async def test_tools_are_written_once_for_all_sessions_and_removed_with_the_last
             await gateway.run_call(each, *texts, tools=TOOLS)
     records = b"".join(b"".join(frames) for _, frames in gateway.journal.journal.replay())
     assert records.count(TOOLS) == 1
-    assert num_blobs() == before, "they are no blobs, which would lie on disk page by page"
+    assert num_blobs() == before, "tools are no blobs, which would take whole pages on disk"
     gateway.journal.close_journal()
     after = begin()
     await after.run_call(opened[0], "one", "two", "three", tools=TOOLS)
@@ -245,7 +245,7 @@ async def test_no_call_begins_while_the_disk_is_full(
             with pytest.raises(SessionError, match=r"No space left") as refused:
                 await gateway.run_call(opened, "one", text)
             assert (refused.value.status, refused.value.code) == (507, "journal_full")
-        assert len(gateway.sampler.generations) == 2, "what cannot be written is not sampled"
+        assert len(gateway.sampler.generations) == 2, "a call that cannot be written is not sampled"
     await gateway.run_call(opened, "one", "three")
     assert len(gateway.sampler.generations) == 3
 
@@ -275,7 +275,7 @@ async def test_texts_that_never_recur_are_not_retained(begin: Begin) -> None:
         tracemalloc.stop()
     assert num_blobs() - before <= MAX_SAME
     assert held_bytes < 300 * 12_000 / 4 + MAX_SAME * 60_000
-    assert name(299, 12_000) == name(299, 12_000), "and are known again"
+    assert name(299, 12_000) == name(299, 12_000), "the texts are found again"
     assert name(299, 40_000) == name(299, 40_000)
 
 
@@ -296,7 +296,9 @@ async def test_each_byte_that_is_written_is_counted_once(begin: Begin) -> None:
     )
     gateway.report(naming)
     after = gateway.journal.live_bytes - gateway.journal.journal.end
-    assert after == pytest.approx(before - 3 * len(LONG), abs=200), "an account names no text of it"
+    assert after == pytest.approx(before - 3 * len(LONG), abs=200), (
+        "a report references none of its texts"
+    )
 
 
 async def test_lost_contents_affect_only_the_sessions_that_use_them(
@@ -349,4 +351,4 @@ async def test_a_segment_that_cannot_be_compacted_delays_no_write(begin: Begin) 
         gateway.registry.delete(gateway.entry(opened))
         opened = gateway.open()
     await gateway.run_call(opened, "one")
-    assert gateway.journal.journal.segments[0] == 0, "where it stands"
+    assert gateway.journal.journal.segments[0] == 0, "the unreadable record keeps its segment"

@@ -92,7 +92,7 @@ async def test_only_the_session_with_missing_records_is_set_aside(begin: Begin) 
     assert (refused.value.status, refused.value.code) == (409, "session_set_aside")
     after.journal.close_journal()
     again = begin()
-    assert again.recovered.set_aside == after.recovered.set_aside, "it is reported at each start"
+    assert again.recovered.set_aside == after.recovered.set_aside, "reported at each start"
     live_bytes = again.journal.live_bytes
     assert again.registry.delete_set_aside(lost_id)
     assert again.journal.live_bytes < live_bytes
@@ -225,7 +225,7 @@ async def test_a_finished_session_with_lost_contents_affects_no_other(
     assert after.report(kept)["num_calls"] == 1
     with pytest.raises(SessionError) as refused:
         after.runtime.sessions.find(lost.api_key)
-    assert refused.value.status == 401, "no door leads to what is not in the book"
+    assert refused.value.status == 401, "the key of an unregistered session is unknown"
 
 
 async def test_a_session_that_was_set_aside_can_be_restored_by_a_later_release(

@@ -102,11 +102,11 @@ class RandomSessions:
 async def test_live_records_are_never_lost_and_dead_segments_are_found(tmp_path: Path) -> None:
     num_dead_seen = 0
     for seed in range(4):
-        crowd = RandomSessions(tmp_path / str(seed), seed)
+        sessions = RandomSessions(tmp_path / str(seed), seed)
         for _ in range(NUM_ACTS):
-            crowd.act()
-            crowd.check()
-        assert crowd.journal.journal.segments[0] > 0, "none was dropped"
-        num_dead_seen += crowd.num_dead_seen
-        crowd.journal.close_journal()
+            sessions.act()
+            sessions.check()
+        assert sessions.journal.journal.segments[0] > 0, "no record was dropped"
+        num_dead_seen += sessions.num_dead_seen
+        sessions.journal.close_journal()
     assert num_dead_seen > 0

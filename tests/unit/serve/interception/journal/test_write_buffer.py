@@ -69,7 +69,7 @@ async def test_events_due_in_one_loop_iteration_are_one_write() -> None:
     assert [buffer.has_pending for buffer in disk.buffers] == [False, False, True]
     one.schedule_flush()
     await asyncio.sleep(0)
-    assert len(disk.batches) == 1, "nothing is owed twice"
+    assert len(disk.batches) == 1, "nothing is written twice"
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])

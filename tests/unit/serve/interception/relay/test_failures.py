@@ -98,7 +98,7 @@ async def test_a_stream_without_its_end_event_is_cut_and_its_retry_is_a_new_call
         relay = await make_relay(provider)
         _, body = await relay.read({**ASK, "stream": True}, f"/v1{route}")
         last = orjson.loads(body.rpartition(b"data: ")[2])
-        assert "error" in last, "so that the agent does not take half an answer for a whole one"
+        assert "error" in last, "the agent must not take half an answer for a whole one"
         assert "ended without its end event" in relay.session.fault
         assert outcome_of(relay) is Outcome.INFRA_ERROR
         again = await relay.read({**ASK, "stream": True}, f"/v1{route}", **RETRY)
@@ -178,7 +178,7 @@ async def test_a_stream_with_an_error_event_is_forwarded_unchanged_and_is_no_ans
         assert "abort" in relay.session.fault or "boom" in relay.session.fault
         assert outcome_of(relay) is Outcome.INFRA_ERROR
         await relay.read({**ASK, "stream": True}, f"/v1{route}", **RETRY)
-    assert len(provider.seen) == 2, "a retry of it is a new call"
+    assert len(provider.seen) == 2, "its retry is a new call"
     account = relay.account()
     assert [call["state"] for call in account["calls"]] == ["failed", "whole"]
     assert account["calls"][0]["choices"] == []
@@ -356,7 +356,7 @@ async def test_a_redirect_to_another_origin_is_refused_and_gets_neither_key_nor_
         assert "redirects (307)" in orjson.loads(body)["error"]["message"]
         assert other.seen == []
         assert other.url.encode() not in body
-        assert other.url in relay.session.fault, "where the operator sees what to set"
+        assert other.url in relay.session.fault, "the operator needs the address"
         assert outcome_of(relay) is Outcome.INFRA_ERROR
 
 
@@ -444,7 +444,7 @@ async def test_an_upstream_that_sends_nothing_until_the_agent_gives_up_is_an_inf
         asking = asyncio.ensure_future(relay.read(ASK))
         await provider.until(lambda: len(provider.seen) == 1)
         clock.advance(silence_s)
-        assert bool(relay.session.fault) == bool(silence_s), "also while the agent still waits"
+        assert bool(relay.session.fault) == bool(silence_s), "even while the agent waits"
         asking.cancel()
         await provider.until(lambda: provider.num_left == 1)
     assert f"has sent nothing for {silence_s:.0f} s" in relay.session.fault

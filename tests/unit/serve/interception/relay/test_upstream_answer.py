@@ -336,7 +336,7 @@ def test_the_end_of_a_stream_is_detected_in_its_first_line_however_it_is_split(
     assert not any(stream.is_in(piece) for piece in pieces(BEFORE * 3, num_bytes))
     seen = [stream.is_in(piece) for piece in pieces(end, num_bytes)]
     shown = b"".join(pieces(end, num_bytes)[: seen.index(True)])
-    assert b"\n" not in shown, "of its first line"
+    assert b"\n" not in shown, "detected in the first line"
 
 
 @pytest.mark.parametrize("route", ENDS)
