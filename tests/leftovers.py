@@ -42,12 +42,12 @@ def leftovers(*more: type) -> list[Any]:
     """The results, their parts and their bodies; and objects of the types `more`."""
     gc.collect()
     kinds = (*CONSUMED, *more)
-    return lying_about(
+    return all_objects(
         lambda each: isinstance(each, kinds) or (type(each) is bytes and MARK in each)
     )
 
 
-def lying_about(is_wanted: Callable[[Any], bool]) -> list[Any]:
+def all_objects(is_wanted: Callable[[Any], bool]) -> list[Any]:
     """All existing objects, including garbage that the collector has not found yet."""
     found, seen = [], set[int]()
     waiting = gc.get_objects()

@@ -53,7 +53,7 @@ def folders(wide_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     scope="module",
     params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)],
 )
-def adapting(request: pytest.FixtureRequest, wide_folder: Path) -> Iterator[str]:
+def adapter_engine_url(request: pytest.FixtureRequest, wide_folder: Path) -> Iterator[str]:
     """The address of an engine that takes adapters."""
     with ExitStack() as stack:
         if request.param == "embedded":
@@ -66,10 +66,12 @@ def adapting(request: pytest.FixtureRequest, wide_folder: Path) -> Iterator[str]
 
 
 @pytest.fixture
-async def engine(adapting: str) -> AsyncIterator[EngineUnderContract]:
+async def engine(adapter_engine_url: str) -> AsyncIterator[EngineUnderContract]:
     """That engine, idle and without adapters."""
     limits = httpx.Limits(max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=adapting, timeout=WAIT_S, limits=limits) as client:
+    async with httpx.AsyncClient(
+        base_url=adapter_engine_url, timeout=WAIT_S, limits=limits
+    ) as client:
         found = EngineUnderContract(client, "", False)
         yield found
         await found.until_idle()
@@ -143,26 +145,26 @@ async def test_an_sglang_with_room_for_one_adapter_takes_the_next(
 
 async def test_adapters_are_published_during_generation(
     engine: EngineUnderContract,
-    adapting: str,
+    adapter_engine_url: str,
     folders: list[Path],
     wide_folder: Path,
     tmp_path: Path,
 ) -> None:
     first = policy_version_of((await engine.get("/model_info"))["weight_version"]) + 1
     argv = ["-m", "rollmesh.cli.main", "router", "--set", f"run.folder={tmp_path}"]
-    with announced([*argv, "--set", "router.beat_s=0.1", "--engine", adapting]) as router:
+    with announced([*argv, "--set", "router.beat_s=0.1", "--engine", adapter_engine_url]) as router:
         worker = Worker(router.address, VOCAB_SIZE)
         shell = PublishShell(router.address, PublishConfig(lease_s=60.0))
-        assert (await shell.publish(first, wide_folder)).updated == (adapting,)
+        assert (await shell.publish(first, wide_folder)).updated == (adapter_engine_url,)
         turns = [worker.start(at) for at in range(12)]
         for at, folder in enumerate(folders):
             for turn in turns[::2]:
                 await turn.wait(20 + len(turn.token_ids))
-            assert (await shell.publish(first + 1 + at, folder)).updated == (adapting,)
+            assert (await shell.publish(first + 1 + at, folder)).updated == (adapter_engine_url,)
         newest = adapter_name(first + 2)
-        await worker.watch.row(adapting, lambda row: row.adapter == newest)
+        await worker.watch.row(adapter_engine_url, lambda row: row.adapter == newest)
         async with HttpClient() as http:
-            client = SglangBackend(adapting, http)
+            client = SglangBackend(adapter_engine_url, http)
             assert await client.adapters() == [newest]
             for turn in turns:
                 await turn.wait(TO_THE_END)

@@ -150,46 +150,48 @@ def test_an_abandoned_transfer_session_with_a_part_of_the_model_is_closed(
 
 
 @pytest.fixture
-def laid(client: httpx.Client, model_folder: Path, tmp_path: Path) -> Iterator[SharedSegment]:
+def part_in_memory(
+    client: httpx.Client, model_folder: Path, tmp_path: Path
+) -> Iterator[SharedSegment]:
     """All of the model, in memory that a test may remove."""
     weights = load_file(model_folder / "model.safetensors")
     buffer = WeightBuffer()
     part = buffer.store(weights, set(weights), tmp_path)
-    laid = shutil.copy(part.path, f"{part.path}-copy")
-    yield msgspec.structs.replace(part, path=laid)
-    Path(laid).unlink(missing_ok=True)
+    part_in_memory = shutil.copy(part.path, f"{part.path}-copy")
+    yield msgspec.structs.replace(part, path=part_in_memory)
+    Path(part_in_memory).unlink(missing_ok=True)
     buffer.close()
     client.post("/update_weight_version", json={"new_version": "0"})
 
 
 def test_staged_weights_are_used_once_by_the_matching_update(
-    client: httpx.Client, laid: SharedSegment
+    client: httpx.Client, part_in_memory: SharedSegment
 ) -> None:
-    assert update_from(client, laid, path="/stage_weights").status_code == 200
+    assert update_from(client, part_in_memory, path="/stage_weights").status_code == 200
     assert client.get("/model_info").json()["weight_version"] == "0", "it serves as before"
-    Path(laid.path).unlink()
+    Path(part_in_memory.path).unlink()
     assert client.post("/begin_weight_update").status_code == 200
-    assert update_from(client, laid).status_code == 200
-    assert update_from(client, laid).status_code == 400, "it is used once"
+    assert update_from(client, part_in_memory).status_code == 200
+    assert update_from(client, part_in_memory).status_code == 400, "it is used once"
     assert client.post("/end_weight_update").status_code == 200
     assert client.get("/model_info").json()["weight_version"] == "9"
 
 
 def test_staged_weights_of_one_version_are_not_used_for_another(
-    client: httpx.Client, laid: SharedSegment
+    client: httpx.Client, part_in_memory: SharedSegment
 ) -> None:
-    assert update_from(client, laid, path="/stage_weights").status_code == 200
-    Path(laid.path).unlink()
+    assert update_from(client, part_in_memory, path="/stage_weights").status_code == 200
+    Path(part_in_memory.path).unlink()
     assert client.post("/begin_weight_update").status_code == 200
-    assert update_from(client, laid, policy_version="10").status_code == 400
+    assert update_from(client, part_in_memory, policy_version="10").status_code == 400
     assert client.post("/end_weight_update").status_code == 200
 
 
 def test_unreadable_staging_is_a_400_and_stages_nothing(
-    client: httpx.Client, laid: SharedSegment
+    client: httpx.Client, part_in_memory: SharedSegment
 ) -> None:
-    gone = msgspec.structs.replace(laid, path=f"/dev/shm/rollmesh-{os.getuid()}-none")
-    assert update_from(client, laid, path="/stage_weights").status_code == 200
+    gone = msgspec.structs.replace(part_in_memory, path=f"/dev/shm/rollmesh-{os.getuid()}-none")
+    assert update_from(client, part_in_memory, path="/stage_weights").status_code == 200
     refused = update_from(client, gone, path="/stage_weights")
     assert refused.status_code == 400
     assert gone.path in refused.json()["message"]
@@ -197,13 +199,13 @@ def test_unreadable_staging_is_a_400_and_stages_nothing(
 
 
 async def test_a_paused_engine_copies_only_what_it_could_not_copy_before(
-    client: httpx.Client, laid: SharedSegment
+    client: httpx.Client, part_in_memory: SharedSegment
 ) -> None:
-    carrier, payload = TensorTransport(), Payload(9, "/none", (laid,))
+    carrier, payload = TensorTransport(), Payload(9, "/none", (part_in_memory,))
     async with HttpClient() as http:
         engine = SglangBackend(str(client.base_url), http)
         await carrier.begin(payload, [engine], 10.0)
-        await asyncio.to_thread(Path(laid.path).unlink)
+        await asyncio.to_thread(Path(part_in_memory.path).unlink)
         await engine.pause()
         await carrier.load(engine, payload, 10.0)
         await engine.resume()

@@ -147,7 +147,7 @@ def assert_has_each_token_once(turn: Watched, account: Any) -> None:
     assert [*map(bool, sample["loss_mask"])] == [False] * num_prompt + [True] * NUM_TOKENS
 
 
-async def assert_goes_on_over_its_seam(turn: Watched, account: Any, judge: EngineProcess) -> None:
+async def assert_continuous_at_its_seam(turn: Watched, account: Any, judge: EngineProcess) -> None:
     """Check that `judge` finds each token around the seam as likely as it was recorded."""
     [sample] = account["samples"]
     seam = len(sample["token_ids"]) - NUM_TOKENS + turn.seam
@@ -209,4 +209,4 @@ async def test_a_turn_whose_engine_freezes_resumes_on_another_and_is_counted_onc
             account = await finish(gateway, turn.opened)
             assert_has_each_token_once(turn, account)
             if turn is cut:
-                await assert_goes_on_over_its_seam(turn, account, other)
+                await assert_continuous_at_its_seam(turn, account, other)

@@ -104,7 +104,7 @@ async def test_a_scoring_request_samples_nothing(engine: EngineUnderContract) ->
     assert scored["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
 
 
-async def test_scoring_what_was_sampled_gives_the_logprobs_it_was_sampled_with(
+async def test_scoring_sampled_tokens_gives_their_recorded_logprobs(
     engine: EngineUnderContract,
 ) -> None:
     params = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}

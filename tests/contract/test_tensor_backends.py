@@ -64,7 +64,7 @@ def fetch(backend: TensorBackend, handles: Sequence[RTensor]) -> list[Content]:
     return contents
 
 
-def assert_are(contents: Sequence[Content], stored: Sequence[Content]) -> None:
+def assert_same_contents(contents: Sequence[Content], stored: Sequence[Content]) -> None:
     for found, put in zip(contents, stored, strict=True):
         assert (found.dtype, found.shape) == (put.dtype, put.shape)
         assert found.data.tobytes() == put.data.tobytes()
@@ -81,7 +81,7 @@ def test_every_kind_arrives_as_it_was_stored(backend: TensorBackend, owner: Owne
     handles = owner.put(KINDS, seed=1)
     assert {each.owner for each in handles} == {owner.address}
     contents = fetch(backend, handles)
-    assert_are(contents, shards(KINDS, 1))
+    assert_same_contents(contents, shards(KINDS, 1))
     with pytest.raises(ValueError, match="read-only"):
         contents[0].data[0] = 1
     owner.clear(handles)
@@ -92,14 +92,14 @@ def test_thousands_arrive_in_the_requested_order(
 ) -> None:
     kinds: list[Kind] = [("uint8", (number % 40,)) for number in range(3000)]
     handles, stored = owner.put(kinds, seed=2), shards(kinds, 2)
-    assert_are(fetch(backend, handles[::-3]), stored[::-3])
+    assert_same_contents(fetch(backend, handles[::-3]), stored[::-3])
     owner.clear(handles)
 
 
 def test_large_tensors_arrive_intact(backend: TensorBackend, owner: OwnerProcess) -> None:
     kinds: list[Kind] = [("float32", (1000, 1176)), ("uint8", (1,)), ("float32", (999, 1176))]
     handles = owner.put(kinds, seed=3)
-    assert_are(fetch(backend, handles), shards(kinds, 3))
+    assert_same_contents(fetch(backend, handles), shards(kinds, 3))
     owner.clear(handles)
 
 
@@ -108,7 +108,7 @@ def test_a_call_of_many_parts_arrives_in_order(
 ) -> None:
     monkeypatch.setattr(*mesh.parts())
     handles = owner.put(KINDS * 3, seed=11)
-    assert_are(fetch(backend, handles), shards(KINDS * 3, 11))
+    assert_same_contents(fetch(backend, handles), shards(KINDS * 3, 11))
     assert backend.clear(owner.address, [each.shard_id for each in handles]) == len(handles)
 
 
@@ -119,7 +119,7 @@ def test_released_tensors_leave_nothing(
     handles, stored = owner.put(kinds, seed=12), shards(kinds, 12)
     for _ in range(20):  # 376 MB, through an object store of 100 MB
         contents = fetch(backend, handles)
-    assert_are(contents, stored)
+    assert_same_contents(contents, stored)
     assert mesh.is_at_rest()
     owner.clear(handles)
     del contents
@@ -138,8 +138,8 @@ def test_fetched_tensors_outlive_the_shard_and_the_backend(
     leaving.close()
     # Later data overwrites the freed memory.
     later = owner.put(KINDS, seed=5)
-    assert_are(contents, shards(KINDS, 4))
-    assert_are(fetch(backend, later), shards(KINDS, 5))
+    assert_same_contents(contents, shards(KINDS, 4))
+    assert_same_contents(fetch(backend, later), shards(KINDS, 5))
     owner.clear(later)
 
 
@@ -189,7 +189,7 @@ def test_a_failed_fetch_keeps_nothing(backend: TensorBackend, owner: OwnerProces
     assert buffer.stats().num_tensors == 0
     here = [handles[0], *handles[2:]]
     contents = buffer.get_many(here, partial(backend.fetch, owner.address))
-    assert_are(contents, [shards(KINDS, 6)[0], *shards(KINDS, 6)[2:]])
+    assert_same_contents(contents, [shards(KINDS, 6)[0], *shards(KINDS, 6)[2:]])
     owner.clear(handles)
 
 
@@ -197,7 +197,7 @@ def test_several_threads_fetch_and_clear_at_once(
     backend: TensorBackend, owner: OwnerProcess
 ) -> None:
     def work(seed: int, handles: list[RTensor]) -> None:
-        assert_are(fetch(backend, handles), shards(KINDS, seed))
+        assert_same_contents(fetch(backend, handles), shards(KINDS, seed))
         ids = [each.shard_id for each in handles]
         assert backend.clear(owner.address, ids) == len(ids)
 
@@ -277,8 +277,8 @@ def test_two_owners_are_distinguished(
     with mesh.owner() as other:
         mine, others = owner.put(KINDS, seed=7), other.put(KINDS, seed=8)
         assert owner.address != other.address
-        assert_are(fetch(backend, others), shards(KINDS, 8))
-        assert_are(fetch(backend, mine), shards(KINDS, 7))
+        assert_same_contents(fetch(backend, others), shards(KINDS, 8))
+        assert_same_contents(fetch(backend, mine), shards(KINDS, 7))
         assert backend.clear(other.address, [each.shard_id for each in mine]) == 0
     owner.clear(mine)
 
@@ -299,7 +299,7 @@ def test_a_killed_owner_is_reported_at_once_and_fetched_tensors_stay(
                 ask()
             assert caught.value.owner == other.address
         assert time.monotonic() - began_s < PROMPT_S
-        assert_are(contents, shards(KINDS[:3], 9))
+        assert_same_contents(contents, shards(KINDS[:3], 9))
 
 
 def test_an_owner_killed_during_a_fetch_is_reported(mesh: Mesh, backend: TensorBackend) -> None:
@@ -330,7 +330,7 @@ def test_a_restarted_owner_is_reported_as_restarted(mesh: Mesh, backend: TensorB
                 fetch(backend, handles)
             assert caught.value.reason == "owner_restarted"
             again = second.put(KINDS, seed=10)
-            assert_are(fetch(backend, again), shards(KINDS, 10))
+            assert_same_contents(fetch(backend, again), shards(KINDS, 10))
 
 
 def test_an_address_without_an_owner_is_reported(mesh: Mesh, backend: TensorBackend) -> None:

@@ -32,19 +32,19 @@ def done(_: argparse.Namespace) -> None:
     sys.exit(0)
 
 
-def breaks(_: argparse.Namespace) -> None:
+def fails(_: argparse.Namespace) -> None:
     sys.exit("ValueError: it broke")
 
 
-def hungry(_: argparse.Namespace) -> None:
+def exceeds_memory(_: argparse.Namespace) -> None:
     """Allocate more memory than its limit allows."""
     resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
     bytearray(2**31)
 
 
-def deaf(options: argparse.Namespace) -> None:
+def ignores_stop(options: argparse.Namespace) -> None:
     """Acknowledge the stop signal and continue."""
-    signal.signal(signal.SIGTERM, lambda *_: mark(options, f"{options.role} heard"))
+    signal.signal(signal.SIGTERM, lambda *_: mark(options, f"{options.role} got SIGTERM"))
 
 
 def busy(_: argparse.Namespace) -> None:
@@ -63,7 +63,7 @@ def saves(options: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, save)
 
 
-def forsaken(options: argparse.Namespace) -> None:
+def starts_daemon(options: argparse.Namespace) -> None:
     """Start a daemon, as tmux does: it leaves its group, its session and its parent."""
     code = (
         "import os, signal as s; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0)"
@@ -108,17 +108,17 @@ def run(options: argparse.Namespace) -> None:
         address = http_address(listening)
     behave = {
         "serves": serves,
-        "deaf": deaf,
+        "ignores_stop": ignores_stop,
         "saves": saves,
         "parent": parent,
-        "forsaken": forsaken,
+        "starts_daemon": starts_daemon,
     }
     behave.get(options.behaviour, serves)(options)
     if options.bind:
         mark(options, options.bind)
     announce(options.ready_fd, Ready(options.role, os.getpid(), address, address))
     mark(options, options.role)
-    then = {"done": done, "breaks": breaks, "hungry": hungry, "busy": busy}
+    then = {"done": done, "fails": fails, "exceeds_memory": exceeds_memory, "busy": busy}
     then.get(options.behaviour, serves)(options)
     if options.listen_fd is not None:
         serve(listening)

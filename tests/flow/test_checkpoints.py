@@ -181,7 +181,7 @@ def test_rank_that_cannot_write_is_named_and_training_continues(
     assert save(tmp_path, three).state.num_steps == FIRST
 
 
-def test_checkpoint_of_another_model_is_one_line_with_the_remedy(
+def test_checkpoint_of_another_model_is_a_one_line_error_with_the_remedy(
     three: RankedPolicy, tmp_path: Path
 ) -> None:
     shape = TinyShape(width=32)

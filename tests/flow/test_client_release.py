@@ -134,7 +134,7 @@ class Local:
     """An object that a caller holds during a call."""
 
 
-def call_in_vain(client: SyncRolloutClient) -> "weakref.ref[Local]":
+def call_and_fail(client: SyncRolloutClient) -> "weakref.ref[Local]":
     local = Local()
     with suppress(EnvFailedError):
         client.run(TASK, env=ENV)
@@ -148,7 +148,7 @@ def test_an_error_holds_no_cycle_that_keeps_its_callers_locals(
     with SyncRolloutClient(router.hub.address) as client, ThreadPoolExecutor() as pool:
         gc.disable()
         try:
-            calling = pool.submit(call_in_vain, client)
+            calling = pool.submit(call_and_fail, client)
             end_next(router, "failed")
             assert calling.result(PATIENCE_S)() is None
         finally:

@@ -226,7 +226,7 @@ def test_a_garbage_collected_controller_ends_its_ranks(home: TensorRuntime) -> N
     assert have_ended(processes)
 
 
-def test_what_a_role_prints_goes_to_the_runs_folder(
+def test_output_of_a_role_goes_to_the_run_folder(
     home: TensorRuntime, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with_folder = msgspec.structs.replace(plan(1), folder=str(tmp_path))

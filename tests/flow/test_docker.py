@@ -143,7 +143,7 @@ def test_the_full_image_has_the_extra_that_trains_and_the_slim_one_has_not() -> 
     assert "rollmesh" in project["scripts"]
 
 
-def test_what_the_build_copies_is_there_and_nothing_else_is_sent() -> None:
+def test_files_that_the_build_copies_exist_and_no_others_are_sent() -> None:
     rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] != "#"]
     let_in = [rule[1:] for rule in rules if rule.startswith("!")]
     copied = {each for each in STAGES.context_files() if each != "./"}
@@ -171,7 +171,7 @@ def test_every_volume_and_dependency_is_declared(compose: Compose) -> None:
     assert compose.volumes.keys() <= used
 
 
-def test_a_volume_is_written_by_its_maker_alone(compose: Compose) -> None:
+def test_a_volume_is_written_by_its_maker_only(compose: Compose) -> None:
     makers = {
         "/keys": "keys",
         "/worker-keys": "keys",
@@ -197,7 +197,7 @@ def test_a_trainer_that_dies_is_restarted_and_resumes(compose: Compose) -> None:
     assert "--go-on" in trainer.command
 
 
-def test_ports_are_this_machines_and_serve_what_the_settings_bind(compose: Compose) -> None:
+def test_ports_are_on_this_machine_and_match_the_settings(compose: Compose) -> None:
     published = [port for service in compose.services.values() for port in service.ports]
     port = SETTINGS.router.http_bind.rpartition(":")[2]
     assert published == [f"127.0.0.1:{port}:{port}"]

@@ -61,7 +61,7 @@ EXAMPLES = [
 ]
 
 
-class Desk:
+class RolloutSessions:
     """Sessions over a real agent server and a scripted engine; the test acts as the worker."""
 
     def __init__(self, runtime: Runtime, base_url: str) -> None:
@@ -91,10 +91,10 @@ class Desk:
 
 
 @contextlib.asynccontextmanager
-async def open_desk(
+async def open_sessions(
     folder: Path, script: AgentScript, max_context_tokens: int = MAX_CONTEXT_TOKENS
-) -> AsyncIterator[Desk]:
-    """A desk whose model follows the script."""
+) -> AsyncIterator[RolloutSessions]:
+    """Sessions whose model follows the script."""
     tokenizer = load_tokenizer(write_model_folder(folder))
     agent = ScriptedAgent(tokenizer, script)
     async with ScriptedEngine(agent.next_token) as engine:
@@ -107,7 +107,7 @@ async def open_desk(
         edge = AgentServer(runtime, InterceptionConfig(), "policy")
         address = await edge.start(listen("127.0.0.1:0"))
         try:
-            yield Desk(runtime, f"{address}/v1")
+            yield RolloutSessions(runtime, f"{address}/v1")
         finally:
             runtime.cleanup_group(GROUP)
             await edge.stop()
@@ -125,16 +125,19 @@ async def game_server(example: Example) -> AsyncIterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
-async def test_example_wins_and_every_turn_extends_what_was_sampled(
+async def test_example_wins_and_every_turn_extends_the_sampled_tokens(
     example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPO)
-    async with open_desk(tmp_path, example.script) as desk, game_server(example) as overrides:
+    async with (
+        open_sessions(tmp_path, example.script) as sessions,
+        game_server(example) as overrides,
+    ):
         config = load_config(REPO / f"examples/{example.name}/mesh.toml", [*overrides])
         env = load_env(config.env, config.env_settings)
         try:
-            score, record = await desk.play(env, 0)
-            others = await asyncio.gather(*(desk.play(env, number) for number in (1, 2)))
+            score, record = await sessions.play(env, 0)
+            others = await asyncio.gather(*(sessions.play(env, number) for number in (1, 2)))
         finally:
             await env.close()
     assert score.reward == 1.0
@@ -148,8 +151,11 @@ async def test_example_wins_and_every_turn_extends_what_was_sampled(
 async def test_the_readmes_command_runs(example: Example, tmp_path: Path) -> None:
     readme = (REPO / f"examples/{example.name}/README.md").read_text()
     (command,) = re.findall(r"rollmesh (play .+)", readme)
-    async with open_desk(tmp_path, example.script) as desk, game_server(example) as overrides:
-        agent, finish = desk.open()
+    async with (
+        open_sessions(tmp_path, example.script) as sessions,
+        game_server(example) as overrides,
+    ):
+        agent, finish = sessions.open()
         here = command.replace("http://127.0.0.1:8000/v1", agent.base_url)
         output = await printed(agent, here, *with_set(overrides))
         finish()
@@ -160,8 +166,8 @@ async def test_a_conversation_past_the_context_is_truncated_and_scored(tmp_path:
     make = {"is_slippery": False, "render_mode": "ansi"}
     env = load_env("gym", {"env_id": "FrozenLake-v1", "make": make, "max_tokens": 8})
     task = next(env.tasks("eval", 0))
-    async with open_desk(tmp_path, lambda _: AgentReply("0"), 300) as desk:
-        agent, finish = desk.open()
+    async with open_sessions(tmp_path, lambda _: AgentReply("0"), 300) as sessions:
+        agent, finish = sessions.open()
         transcript = await env.run(task, agent)
         record = finish()
         await env.close()

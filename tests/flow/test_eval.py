@@ -113,7 +113,7 @@ async def test_evaluation_killed_again_and_again_runs_no_rollout_twice(
     assert set(Counter(row.task_id for row in verb.rows()).values()) == {2}
 
 
-async def test_environment_that_does_not_load_ends_the_evaluation_with_one_line_of_error(
+async def test_environment_that_does_not_load_ends_the_evaluation_with_a_one_line_error(
     verb: Verb,
 ) -> None:
     source = "from rollmesh.envs.echo import EchoEnv\n\nclass TheEnv(EchoEnv):\n"

@@ -23,7 +23,9 @@ from tests.flow.gateway_process import (
 from tests.unit.serve.interception.relay.test_account import ask
 
 
-async def test_a_session_in_tokens_trains_on_exactly_what_was_sampled(tmp_path: Path) -> None:
+async def test_a_session_in_tokens_mode_trains_on_exactly_the_sampled_tokens(
+    tmp_path: Path,
+) -> None:
     async with (
         ScriptedEngine(next_token, weight_version="default") as engine,
         sampling(tmp_path, engine) as gateway,

@@ -42,7 +42,7 @@ def next_token(policy_version: int, context: Sequence[int]) -> int:
     return endless_token(policy_version, context) % 250
 
 
-class Front:
+class WorkerSide:
     """The worker's half of the mesh; the test acts as its router."""
 
     def __init__(self, folder: Path, engines: list[ScriptedEngine]) -> None:
@@ -77,13 +77,13 @@ class Front:
 
 
 @pytest.fixture
-async def front(tmp_path: Path) -> AsyncIterator[Front]:
+async def worker_side(tmp_path: Path) -> AsyncIterator[WorkerSide]:
     folder = write_model_folder(tmp_path)
     async with ScriptedEngine(next_token) as one, ScriptedEngine(next_token) as two:
-        front = Front(folder, [one, two])
-        front.base = await front.server.start(listen("127.0.0.1:0"))
-        yield front
-        await front.close()
+        worker_side = WorkerSide(folder, [one, two])
+        worker_side.base = await worker_side.server.start(listen("127.0.0.1:0"))
+        yield worker_side
+        await worker_side.close()
 
 
 def assert_proves_itself(record: SessionRecord) -> None:
@@ -104,50 +104,54 @@ def assert_proves_itself(record: SessionRecord) -> None:
 
 
 async def test_a_disconnect_aborts_the_engine_request_and_a_retry_resumes_the_exact_tokens(
-    front: Front,
+    worker_side: WorkerSide,
 ) -> None:
-    engine, other = front.engines
+    engine, other = worker_side.engines
     await other.die()
     await engine.allow(5)
-    opened = front.open()
-    async with front.post(opened, messages=[USER], stream=True, max_tokens=12) as response:
+    opened = worker_side.open()
+    async with worker_side.post(opened, messages=[USER], stream=True, max_tokens=12) as response:
         await response.content.readuntil(b"\n\n")
         response.close()
     await engine.until(lambda: engine.num_live == 0)
     await engine.release()
-    async with front.post(opened, messages=[USER], stream=True, max_tokens=12) as response:
+    async with worker_side.post(opened, messages=[USER], stream=True, max_tokens=12) as response:
         assert (await response.read()).endswith(b"data: [DONE]\n\n")
     opened.session.seal("done")
     record = opened.session.record()
     assert [(n.sampled, n.finish_reason) for n in record.nodes] == [(False, ""), (True, "length")]
     assert record.num_calls == 1
     assert_proves_itself(record)
-    states = {state: number for (_, state), number in front.server.num_exchanges.items()}
+    states = {state: number for (_, state), number in worker_side.server.num_exchanges.items()}
     assert states == {ExchangeState.ABANDONED: 1, ExchangeState.DELIVERED: 1}
 
 
-async def test_a_turn_resumes_on_another_engine_when_its_engine_dies(front: Front) -> None:
-    for engine in front.engines:
+async def test_a_turn_resumes_on_another_engine_when_its_engine_dies(
+    worker_side: WorkerSide,
+) -> None:
+    for engine in worker_side.engines:
         await engine.allow(8)
-    opened = front.open()
-    async with front.post(opened, messages=[USER], stream=True, max_tokens=30) as response:
-        first = next(engine for engine in front.engines if engine.num_live)
-        other = next(engine for engine in front.engines if engine is not first)
+    opened = worker_side.open()
+    async with worker_side.post(opened, messages=[USER], stream=True, max_tokens=30) as response:
+        first = next(engine for engine in worker_side.engines if engine.num_live)
+        other = next(engine for engine in worker_side.engines if engine is not first)
         await response.content.readuntil(b"\n\n")
         await first.die()
         await other.release()
         assert (await response.read()).endswith(b"data: [DONE]\n\n")
-    assert [fault.url for fault in front.faults] == [first.url]
+    assert [fault.url for fault in worker_side.faults] == [first.url]
     opened.session.seal("done")
     assert_proves_itself(opened.session.record())
     assert other.num_sampled + first.num_sampled == 30
 
 
-async def _play(front: Front, opened: OpenSession, stream: bool) -> None:
+async def _play(worker_side: WorkerSide, opened: OpenSession, stream: bool) -> None:
     messages = [USER]
     for _ in range(3):
         content = ""
-        async with front.post(opened, messages=messages, stream=stream, max_tokens=9) as response:
+        async with worker_side.post(
+            opened, messages=messages, stream=stream, max_tokens=9
+        ) as response:
             assert response.status == 200
             raw = await response.read()
         if stream:
@@ -158,20 +162,20 @@ async def _play(front: Front, opened: OpenSession, stream: bool) -> None:
         messages = [*messages, {"role": "assistant", "content": content}, USER]
 
 
-async def test_many_concurrent_sessions_stay_separate(front: Front) -> None:
-    crowd = [front.open(index) for index in range(32)]
+async def test_many_concurrent_sessions_stay_separate(worker_side: WorkerSide) -> None:
+    crowd = [worker_side.open(index) for index in range(32)]
     async with asyncio.TaskGroup() as group:
         for n, opened in enumerate(crowd):
-            group.create_task(_play(front, opened, stream=n % 2 == 0))
+            group.create_task(_play(worker_side, opened, stream=n % 2 == 0))
     for opened in crowd:
         opened.session.seal("done")
         record = opened.session.record()
         assert (record.num_calls, record.num_forks, len(record.nodes)) == (3, 0, 6)
         assert_proves_itself(record)
-    assert front.server.num_exchanges == {("/chat/completions", ExchangeState.DELIVERED): 96}
-    front.runtime.cleanup_group(GROUP)
-    assert sum(front.runtime.held().values()) == 0
-    assert [engine.num_live for engine in front.engines] == [0, 0]
+    assert worker_side.server.num_exchanges == {("/chat/completions", ExchangeState.DELIVERED): 96}
+    worker_side.runtime.cleanup_group(GROUP)
+    assert sum(worker_side.runtime.held().values()) == 0
+    assert [engine.num_live for engine in worker_side.engines] == [0, 0]
 
 
 def _garble(whole: bytes, dice: random.Random) -> bytes:
@@ -191,11 +195,11 @@ def _garble(whole: bytes, dice: random.Random) -> bytes:
     return bytes(raw[: dice.randrange(len(raw))] if dice.random() < 0.2 else raw)
 
 
-async def _status(front: Front, raw: bytes, is_whole: bool) -> int:
+async def _status(worker_side: WorkerSide, raw: bytes, is_whole: bool) -> int:
     """Send and return the status; 0 if the server closes the connection, as it may after a
     half-close.
     """
-    host, _, port = front.base.removeprefix("http://").partition(":")
+    host, _, port = worker_side.base.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         writer.write(raw)
@@ -209,19 +213,21 @@ async def _status(front: Front, raw: bytes, is_whole: bool) -> int:
         writer.close()
 
 
-async def test_garbage_never_breaks_the_server_or_reaches_another_session(front: Front) -> None:
+async def test_garbage_never_breaks_the_server_or_reaches_another_session(
+    worker_side: WorkerSide,
+) -> None:
     dice = random.Random(7)
-    opened, other = front.open(0), front.open(1)
+    opened, other = worker_side.open(0), worker_side.open(1)
     body = msgspec.json.encode({"messages": [USER], "max_tokens": 2, "stop": "x", "tools": []})
     head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nx-api-key: {opened.api_key}\r\n".encode()
     seen: set[int] = set()
     for _ in range(NUM_GARBLED):
         garbled = _garble(body, dice)
         length = b"Content-Length: %d\r\n\r\n" % len(garbled)
-        seen.add(await _status(front, head + length + garbled, is_whole=True))
+        seen.add(await _status(worker_side, head + length + garbled, is_whole=True))
         whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
-        assert await _status(front, _garble(whole, dice), is_whole=False) < 500
+        assert await _status(worker_side, _garble(whole, dice), is_whole=False) < 500
     assert seen == {200, 400}
     assert other.session.num_calls == 0
-    async with front.post(other, messages=[USER], max_tokens=2) as response:
+    async with worker_side.post(other, messages=[USER], max_tokens=2) as response:
         assert response.status == 200

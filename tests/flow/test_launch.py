@@ -132,7 +132,7 @@ def test_a_users_mistake_in_a_child_ends_the_run_with_its_line(mesh: Mesh) -> No
 
 
 def test_a_fault_in_a_child_ends_the_run_with_its_last_line(mesh: Mesh) -> None:
-    mesh.add("router", "breaks", OnDeath.END)
+    mesh.add("router", "fails", OnDeath.END)
     mesh.start()
     reason = "router exited with code 1: ValueError: it broke"
     assert mesh.result()["end"] == {"code": 1, "reason": reason}
@@ -191,7 +191,7 @@ def test_a_suspended_process_is_restarted_and_a_busy_one_is_not(mesh: Mesh) -> N
 
 
 def test_lack_of_memory_is_reported_as_the_cause(mesh: Mesh) -> None:
-    mesh.add("worker", "hungry", OnDeath.RESTART)
+    mesh.add("worker", "exceeds_memory", OnDeath.RESTART)
     mesh.start("worker")
     assert mesh.next_line() == "worker"
     mesh.signal(signal.SIGTERM)
@@ -224,18 +224,18 @@ def test_a_stopped_run_lets_the_trainer_save_and_leaves_no_process(
 
 
 def test_a_child_that_ignores_the_stop_signal_is_killed_in_time(mesh: Mesh) -> None:
-    mesh.add("router", "deaf", OnDeath.END)
-    mesh.add("trainer", "deaf", OnDeath.FINISH)
+    mesh.add("router", "ignores_stop", OnDeath.END)
+    mesh.add("trainer", "ignores_stop", OnDeath.FINISH)
     mesh.start("router", "trainer", stop_timeout_s=1.0)
     mesh.signal(signal.SIGINT)
     assert mesh.result()["end"]["code"] == 130
 
 
 def test_a_second_ctrl_c_kills_at_once(mesh: Mesh) -> None:
-    mesh.add("trainer", "deaf", OnDeath.FINISH)
+    mesh.add("trainer", "ignores_stop", OnDeath.FINISH)
     mesh.start("trainer")
     mesh.signal(signal.SIGINT)
-    assert mesh.next_line() == "trainer heard"
+    assert mesh.next_line() == "trainer got SIGTERM"
     mesh.signal(signal.SIGINT)
     # Long enough for `result`, and too short for a child to end by its own timeout.
     assert mesh.result()["end"] == {"code": 130, "reason": "stopped"}
@@ -252,7 +252,7 @@ def test_grandchildren_that_left_their_session_are_ended_too(mesh: Mesh) -> None
 
 
 def test_a_daemon_does_not_outlive_the_worker_that_started_it(mesh: Mesh) -> None:
-    mesh.add("worker", "forsaken", OnDeath.RESTART)
+    mesh.add("worker", "starts_daemon", OnDeath.RESTART)
     mesh.start("worker")
     daemon = psutil.Process(int(mesh.side_file.read_text()))
     os.kill(mesh.pids()["worker"], signal.SIGKILL)
@@ -263,7 +263,7 @@ def test_a_daemon_does_not_outlive_the_worker_that_started_it(mesh: Mesh) -> Non
 
 
 def test_a_daemon_does_not_outlive_a_launch_that_is_killed(mesh: Mesh) -> None:
-    mesh.add("worker", "forsaken", OnDeath.RESTART)
+    mesh.add("worker", "starts_daemon", OnDeath.RESTART)
     mesh.start("worker")
     pids = [mesh.pids()["worker"], int(mesh.side_file.read_text())]
     processes = [psutil.Process(pid) for pid in pids]
@@ -273,7 +273,7 @@ def test_a_daemon_does_not_outlive_a_launch_that_is_killed(mesh: Mesh) -> None:
 
 
 def test_children_die_with_a_launch_that_is_killed(mesh: Mesh) -> None:
-    mesh.add("router", "deaf", OnDeath.END)
+    mesh.add("router", "ignores_stop", OnDeath.END)
     mesh.start("router")
     router = psutil.Process(mesh.pids()["router"])
     mesh.signal(signal.SIGKILL)

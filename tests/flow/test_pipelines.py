@@ -126,14 +126,14 @@ def test_a_scheduler_killed_during_a_run_does_not_affect_the_pipelines(fleet: Sh
 def test_a_stopped_pipeline_frees_its_slots_and_one_whose_trainer_dies_resumes(
     fleet: SharedFleet,
 ) -> None:
-    stopped, goes_on = fleet.begin("code"), fleet.begin("math", trainer=MANY)
+    stopped, resumed = fleet.begin("code"), fleet.begin("math", trainer=MANY)
     until(fleet, "math", step=1)
     pids = {row.role: row.pid for row in read_pids(fleet.folder / "math")}
     os.kill(pids["trainer"], signal.SIGKILL)
     until(fleet, "code", step=0)
     os.kill(stopped.pid, signal.SIGINT)
     assert ended(stopped)[0] in (0, INTERRUPTED), "it may have been done by then"
-    code, out = ended(goes_on)
+    code, out = ended(resumed)
     assert code == 0, out
     check_trained(fleet, "math", MANY["num_steps"])
     assert read(fleet.folder / "math" / "summary.json")["num_lives"] == 2

@@ -60,7 +60,7 @@ class ScriptedRank:
 
 
 @contextmanager
-def led() -> Iterator[ScriptedRank]:
+def scripted_rank() -> Iterator[ScriptedRank]:
     """A rank that is ready."""
     with closing(Hub("tcp://127.0.0.1:0")) as hub:
         spec = RankSpec(
@@ -85,7 +85,7 @@ def led() -> Iterator[ScriptedRank]:
 
 
 def test_a_rank_that_missed_a_run_message_runs_no_later_call() -> None:
-    with led() as rank:
+    with scripted_rank() as rank:
         for call_id in (1, 2, 3):
             rank.stage(call_id)
         rank.send(RunCall(-1, 1))

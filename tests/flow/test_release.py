@@ -65,7 +65,7 @@ from rollmesh.wire.messages import (
     WorkerHello,
 )
 from rollmesh.wire.sockets import Hub, wait
-from tests.leftovers import holders, lying_about
+from tests.leftovers import all_objects, holders
 
 PATIENCE_S, SOON_S = 100.0, 60.0
 SHORT_CHARS = 100
@@ -375,7 +375,7 @@ def left_of_rollouts(mark: str) -> list[Any]:
             return len(each) > SHORT_CHARS and wanted in each
         return isinstance(each, OF_A_ROLLOUT)
 
-    return lying_about(is_of_one)
+    return all_objects(is_of_one)
 
 
 @pytest.mark.usefixtures("young_heap")

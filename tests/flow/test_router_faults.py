@@ -47,7 +47,7 @@ NEVER_MISSED = 10_000
 """More missed heartbeats than a test lasts."""
 
 
-def serves(router: RouterProcess, peers: ScriptedPeers, seq: int = 1000) -> None:
+def check_group_served(router: RouterProcess, peers: ScriptedPeers, seq: int = 1000) -> None:
     """Check that a new client's group reaches a new worker."""
     address, name = router.ready.address, f"honest-{seq}"
     runner = peers.peer(address, name, WorkerBeat(name, 0, True, 0, 0.0, 0, 0, 0, 0))
@@ -266,7 +266,7 @@ def test_a_client_that_vanishes_at_any_point_harms_no_other_client(
     until(lambda: router.worker("w0"), runner)
     for step_number in range(5):
         vanish_after(router, peers, runner, step_number)
-        serves(router, peers, step_number)
+        check_group_served(router, peers, step_number)
     assert router.process.poll() is None
 
 
@@ -311,11 +311,11 @@ def test_garbage_from_many_peers_is_counted_and_the_mesh_continues(
     num_messages = 2000
     argv = [sys.executable, "-c", RANDOM_PEER, router.ready.address]
     random_peers = [subprocess.Popen([*argv, str(seed), str(num_messages)]) for seed in range(2)]
-    serves(router, peers)
+    check_group_served(router, peers)
     assert [random_peer.wait(PATIENCE_S) for random_peer in random_peers] == [0, 0]
     until(lambda: router.status()["counts"]["malformed"] == 2 * num_messages)
     assert router.status()["counts"]["packets_failed"] == 0
-    serves(router, peers, 2000)
+    check_group_served(router, peers, 2000)
 
 
 @pytest.mark.parametrize("num_bytes", [2**26 + 1, 2**40])
@@ -337,4 +337,4 @@ def test_an_oversized_frame_closes_its_connection_and_nothing_else(
     while raw.recv_multipart()[-1] != b"":
         pass  # the router's own greeting; an empty frame means that the connection is closed
     raw.close(linger=0)
-    serves(router, peers)
+    check_group_served(router, peers)

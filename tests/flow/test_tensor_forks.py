@@ -31,11 +31,11 @@ class Slow(Peers):
     def __init__(self) -> None:
         super().__init__()
         self.begun = threading.Event()
-        self.goes_on = threading.Event()
+        self.may_end = threading.Event()
 
     def fetch(self, owner: str, handles: list[RTensor]) -> list[Content]:
         self.begun.set()
-        self.goes_on.wait()
+        self.may_end.wait()
         return super().fetch(owner, handles)
 
 
@@ -95,5 +95,5 @@ def test_a_worker_does_not_wait_for_a_fetch_of_its_parents_thread(owner: Plane) 
             ((error,),) = loaded(handles, refusals(consumer))
             assert REFUSED in error
         finally:
-            slow.goes_on.set()
+            slow.may_end.set()
         assert fetching.result()[0].tolist() == [1, 1, 1]

@@ -85,7 +85,7 @@ def test_rule_finds_the_breach(rule: Rule, path: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(("rule", "path", "text"), GOOD)
-def test_rule_leaves_the_rest_alone(rule: Rule, path: str, text: str) -> None:
+def test_rule_accepts_valid_code(rule: Rule, path: str, text: str) -> None:
     assert list(rule(parse(path, text))) == []
 
 
@@ -105,7 +105,7 @@ def test_a_class_of_two_modules_is_found() -> None:
     assert found.path == "benchmarks/lib/b.py"
 
 
-def test_a_word_of_a_page_is_found() -> None:
+def test_a_forbidden_word_of_a_page_is_found() -> None:
     (found,) = words.plain_text("README.md", "fine\nnobody waits\n")
     assert found.line == 2
 

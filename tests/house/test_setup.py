@@ -42,7 +42,7 @@ def make_venv(folder: Path, **pythons: str) -> subprocess.CompletedProcess[str]:
         ({"python3": NO_VENV}, "python3 lacks the venv module"),
     ],
 )
-def test_what_is_missing_is_reported_in_one_line(
+def test_a_missing_requirement_is_reported_in_one_line(
     tmp_path: Path, pythons: dict[str, str], line: str
 ) -> None:
     answer = make_venv(tmp_path, **pythons)

@@ -185,7 +185,7 @@ class StreamSurface:
             writer.close()
 
 
-class Meddler:
+class MutatingProxy:
     """A proxy that changes the answers of an engine or a provider, unless it is honest."""
 
     def __init__(
@@ -197,7 +197,7 @@ class Meddler:
         self._mutator = mutator
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator["Meddler"]:
+    async def serving(self) -> AsyncIterator["MutatingProxy"]:
         async with aiohttp.ClientSession() as client:
 
             async def forward(request: web.Request) -> web.StreamResponse:
@@ -236,14 +236,14 @@ class Meddler:
 class AnswerSurface:
     """A gateway whose engine or provider answers at random."""
 
-    def __init__(self, gateway: Gateway, opened: dict[str, str], meddler: Meddler) -> None:
+    def __init__(self, gateway: Gateway, opened: dict[str, str], proxy: MutatingProxy) -> None:
         self.pid = gateway.process.pid
         self.max_growth_bytes = MAX_GROWTH_BYTES
-        self._gateway, self._opened, self._meddler = gateway, opened, meddler
+        self._gateway, self._opened, self._proxy = gateway, opened, proxy
         self._num_sent = 0
 
     async def send(self, mutator: Mutator) -> None:
-        self._meddler.is_honest = False
+        self._proxy.is_honest = False
         self._num_sent += 1
         if self._num_sent % CALLS_PER_SESSION == 0:
             over, self._opened = self._opened, await self._gateway.open()
@@ -264,7 +264,7 @@ class AnswerSurface:
             return 0
 
     async def check(self) -> None:
-        self._meddler.is_honest = True
+        self._proxy.is_honest = True
         async with asyncio.timeout(SETTLES_WITHIN_S):
             while await self._call("/v1/completions", CALLS["/v1/completions"]) != 200:
                 pass
@@ -392,11 +392,11 @@ async def engine_answers(folder: Path, mutator: Mutator) -> AsyncIterator[Surfac
     """Answers of an engine, as a gateway reads them."""
     async with AsyncExitStack() as stack:
         real = await stack.enter_async_context(ScriptedEngine(next_token))
-        meddler = await stack.enter_async_context(Meddler(real.url, mutator).serving())
-        real.url, url = meddler.url, real.url
+        proxy = await stack.enter_async_context(MutatingProxy(real.url, mutator).serving())
+        real.url, url = proxy.url, real.url
         served = await stack.enter_async_context(sampling(folder, real))
         real.url = url
-        yield AnswerSurface(served, await served.open(), meddler)
+        yield AnswerSurface(served, await served.open(), proxy)
 
 
 @asynccontextmanager
@@ -410,10 +410,10 @@ async def upstream_answers(folder: Path, mutator: Mutator) -> AsyncIterator[Surf
         opened = await provider.open()
         target = opened["base_url"].removesuffix("/v1")
         headers = {"Authorization": f"Bearer {opened['api_key']}"}
-        meddler = await stack.enter_async_context(Meddler(target, mutator, headers).serving())
-        args = ["--capture", "relay", "--engine", meddler.url]
+        proxy = await stack.enter_async_context(MutatingProxy(target, mutator, headers).serving())
+        args = ["--capture", "relay", "--engine", proxy.url]
         served = await stack.enter_async_context(serving(folder, *args))
-        yield AnswerSurface(served, await served.open(), meddler)
+        yield AnswerSurface(served, await served.open(), proxy)
 
 
 @asynccontextmanager

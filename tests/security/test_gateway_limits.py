@@ -29,7 +29,7 @@ CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization:
 
 
 class Attacker:
-    """A second session of the desk, and raw connections that carry its key."""
+    """A second session of the same server, and raw connections that carry its key."""
 
     def __init__(self, agent: AgentSession) -> None:
         self.opened: OpenSession = agent.runtime.register_trajectory(

@@ -170,7 +170,7 @@ def test_the_same_attack_is_answered_without_keys() -> None:
         end(router)
 
 
-def test_the_operators_key_does_what_the_verbs_need(run: Run) -> None:
+def test_the_operators_key_suffices_for_every_verb(run: Run) -> None:
     keys = run.keys("operator")
     assert run.answers(keys, AskAddresses(1), until=AddressesAnswered)
     assert run.answers(keys, ReadFleet(1), until=FleetAnswered)

@@ -270,7 +270,7 @@ client.close()
 """
 
 
-def gathered_and_given_back(address: str, pid: int) -> bool:
+def memory_is_freed(address: str, pid: int) -> bool:
     """Whether the memory of a message without an end is freed after its sender has gone."""
     process = psutil.Process(pid)
     before = process.memory_info().rss
@@ -286,7 +286,7 @@ def gathered_and_given_back(address: str, pid: int) -> bool:
 
 async def test_memory_of_a_router_returns_after_a_hostile_peer_has_gone(mesh: Mesh) -> None:
     ready = mesh.router.ready
-    assert await asyncio.to_thread(gathered_and_given_back, ready.address, ready.pid)
+    assert await asyncio.to_thread(memory_is_freed, ready.address, ready.pid)
 
 
 def test_memory_of_a_client_returns_after_a_hostile_peer_has_gone(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_memory_of_a_client_returns_after_a_hostile_peer_has_gone(tmp_path: Path
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as popen:
         assert popen.stdout
         address = popen.stdout.readline().decode().strip()
-        assert gathered_and_given_back(address, popen.pid)
+        assert memory_is_freed(address, popen.pid)
         assert popen.stdin
         popen.stdin.close()
         assert popen.wait(PATIENCE_S) == 0
