@@ -238,7 +238,10 @@ class Peers:
         return peer.call(partial(OwnerConnection.fetch, handles=handles))
 
     def _report(self) -> None:
-        while (first := self._loan_queue.get()) and not self._is_closing.wait(GATHER_S):
+        # `close` sets the event before it queues None, which _drain may remove.
+        while not self._is_closing.is_set() and (first := self._loan_queue.get()):
+            if self._is_closing.wait(GATHER_S):
+                return
             for peer in (first, *_drain(self._loan_queue)):
                 if peer is not None:
                     peer.report_ended()

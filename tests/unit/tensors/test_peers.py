@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -120,6 +120,26 @@ def test_ended_loans_are_returned_without_a_further_call(peers: Peers) -> None:
             assert owner.store.stats().retained_bytes > 0
             del contents
             soon(lambda: owner.store.stats().retained_bytes == 0)
+
+
+def test_peers_that_close_while_loans_are_reported_end_their_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drain = peers_module._drain  # noqa: SLF001 - the moment between two reads of the queue
+    is_reporting = threading.Event()
+
+    def drain_after_close(loan_queue: queue.SimpleQueue[Any]) -> list[Any]:
+        is_reporting.set()
+        soon(lambda: not loan_queue.empty())
+        return drain(loan_queue)
+
+    monkeypatch.setattr(peers_module, "_drain", drain_after_close)
+    with owned() as owner:
+        peers = Peers()
+        contents = peers.fetch(owner.address, owner.put([64]))
+        del contents
+        assert is_reporting.wait(PATIENCE_S)
+        ThreadCall(peers.close).result()
 
 
 def test_a_call_that_waits_ends_when_the_peers_close() -> None:
