@@ -104,7 +104,7 @@ class DemandsWithoutWaiting(DemandTracker):
             self.close(pipeline)
 
 
-class SnapshotDemand(FleetScheduler):
+class ForgetsWaiting(FleetScheduler):
     DEMANDS = DemandsWithoutWaiting
 
 
@@ -117,7 +117,7 @@ class IntentsIgnoringOccupants(Intents):
         self._state.occupants = {**standing, **self._state.occupants}
 
 
-class Hasty(FleetScheduler):
+class IgnoresOccupants(FleetScheduler):
     INTENTS = IntentsIgnoringOccupants
 
 
@@ -208,7 +208,7 @@ def test_a_pipeline_that_ends_early_does_not_block_the_other(how: Boundary) -> N
         assert report.num_steps == 2 + 5
 
 
-@pytest.mark.parametrize("broken", [ForgetsState, SnapshotDemand, Hasty])
+@pytest.mark.parametrize("broken", [ForgetsState, ForgetsWaiting, IgnoresOccupants])
 def test_a_broken_scheduler_is_found(broken: type[FleetScheduler]) -> None:
     assert any(breaks(seed, broken) for seed in range(10))
 

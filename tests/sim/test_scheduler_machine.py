@@ -65,7 +65,7 @@ class SchedulerHistories(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.stage = ManualScheduler(SPECS, NUM_GPUS, policies.make_policy(self.policy), SETTINGS)
+        self.manual = ManualScheduler(SPECS, NUM_GPUS, policies.make_policy(self.policy), SETTINGS)
         self.batch = self.step = 0
 
     # programs
@@ -86,17 +86,17 @@ class SchedulerHistories(RuleBasedStateMachine):
         each = self._cast(name)
         clusters = [*each.held, GENERATION_CLUSTER]
         cluster = clusters[pick % len(clusters)]
-        self.stage.ask(name, NotifyReleaseGpus(self.stage.key(), name, cluster))
+        self.manual.ask(name, NotifyReleaseGpus(self.manual.key(), name, cluster))
 
     @rule(name=names, pick=st.integers(0, 1), num=st.sampled_from([0, 8]))
     def gives_one_thing_up_for_another(self, name: str, pick: int, num: int) -> None:
         each = self._cast(name)
         held = next(iter(each.held), "")
         wanted = GENERATION_CLUSTER if held else self._cluster(name, pick)
-        self.stage.ask(
+        self.manual.ask(
             name,
             NotifyReleaseThenRequestGpus(
-                key=self.stage.key(),
+                key=self.manual.key(),
                 pipeline_id=name,
                 release_cluster=held or GENERATION_CLUSTER,
                 cluster=wanted,
@@ -108,12 +108,12 @@ class SchedulerHistories(RuleBasedStateMachine):
     @rule(name=names, completed=st.integers(0, 51))
     def reports_or_retires(self, name: str, completed: int) -> None:
         if completed > MAX_COMPLETED:
-            self.stage.tell(name, ClearProgress(name, "train", self.batch))
+            self.manual.tell(name, ClearProgress(name, "train", self.batch))
             return
         self.batch += completed == 0
         # Hooks report a batch that has begun after waiting for its demand.
         if self._cast(name).is_generating:
-            self.stage.tell(name, ReportProgress(name, "train", self.batch, 40, completed))
+            self.manual.tell(name, ReportProgress(name, "train", self.batch, 40, completed))
 
     # coordinators
 
@@ -121,7 +121,7 @@ class SchedulerHistories(RuleBasedStateMachine):
     def carries_out_a_resize(self, name: str, fails: bool) -> None:
         resizes = self._cast(name).pending_resizes
         if resizes:
-            self.stage.carry_out(name, min(resizes), fails=fails)
+            self.manual.carry_out(name, min(resizes), fails=fails)
 
     @rule(name=names)
     def forgets_its_resizes(self, name: str) -> None:
@@ -129,42 +129,42 @@ class SchedulerHistories(RuleBasedStateMachine):
 
     @rule(name=names)
     def repairs_its_engines(self, name: str) -> None:
-        self.stage.repair(name)
+        self.manual.repair(name)
 
     # time, and restarts of the scheduler
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 7.0]))
     def time_passes(self, seconds: float) -> None:
-        self.stage.advance(seconds)
-        self.stage.greet()
+        self.manual.advance(seconds)
+        self.manual.greet()
 
     @rule()
     def scheduler_is_killed(self) -> None:
-        self.stage.die()
+        self.manual.die()
 
     @rule(name=names, num=st.sampled_from([0, 8]))
     def scheduler_is_killed_before_it_answers(self, name: str, num: int) -> None:
         ask = RequestGpus(
-            self.stage.key(), name, GENERATION_CLUSTER, GpuPriority.GENERATION, 0, num
+            self.manual.key(), name, GENERATION_CLUSTER, GpuPriority.GENERATION, 0, num
         )
         self._cast(name).open[ask.key] = ask
-        self.stage.die(after=ask)
+        self.manual.die(after=ask)
 
     # invariants
 
     @invariant()
     def nothing_goes_wrong_inside(self) -> None:
-        if hasattr(self, "stage"):
-            assert self.stage.scheduler.state.problems == []
+        if hasattr(self, "manual"):
+            assert self.manual.scheduler.state.problems == []
 
     def teardown(self) -> None:
-        if hasattr(self, "stage"):
+        if hasattr(self, "manual"):
             self._bring_to_rest()
 
     # helpers
 
     def _cast(self, name: str) -> PipelineActors:
-        return self.stage.cast[name]
+        return self.manual.cast[name]
 
     def _cluster(self, name: str, pick: int) -> str:
         clusters = list(self._cast(name).spec.clusters)
@@ -173,60 +173,60 @@ class SchedulerHistories(RuleBasedStateMachine):
     def _request(self, name: str, cluster: str, target: int) -> None:
         priority = PRIORITIES.get(cluster, GpuPriority.GENERATION)
         self.step += 1
-        key = self.stage.key()
-        self.stage.ask(name, RequestGpus(key, name, cluster, priority, self.step, target))
+        key = self.manual.key()
+        self.manual.ask(name, RequestGpus(key, name, cluster, priority, self.step, target))
 
     def _bring_to_rest(self) -> None:
         """Let every coordinator obey and release each granted request a cycle later, until
         nothing waits.
         """
-        stage = self.stage
+        manual = self.manual
         policy = policies.make_policy(self.policy)
         # Quarantine ends first; then the waiting requests are counted.
         for _ in range(math.ceil(SETTINGS.max_retry_s) + 10):
             self._obey()
-            phases = {each.phase for each in stage.scheduler.state.fleet.pipelines.values()}
+            phases = {each.phase for each in manual.scheduler.state.fleet.pipelines.values()}
             if phases == {PipelinePhase.ADMITTED}:
                 break
-        num_waiting = sum(len(each.open) for each in stage.cast.values())
+        num_waiting = sum(len(each.open) for each in manual.cast.values())
         num = math.ceil(policy.reserve_after_s) + CYCLES_A_REQUEST * (num_waiting + 2)
         for _ in range(num):
-            if not any(each.open or each.has_something for each in stage.cast.values()):
+            if not any(each.open or each.has_something for each in manual.cast.values()):
                 break
             self._give_up_all()
             self._obey()
-        left = {name: each.open for name, each in stage.cast.items() if each.open}
+        left = {name: each.open for name, each in manual.cast.items() if each.open}
         assert not left, f"after {num} cycles: {left}"
         self._leave()
 
     def _give_up_all(self) -> None:
         """Release all grants, so that the next may have the GPUs."""
-        for name, each in self.stage.cast.items():
+        for name, each in self.manual.cast.items():
             waits = {ask.cluster for ask in each.open.values()}
             clusters = [*each.held, *[GENERATION_CLUSTER] * each.is_generating]
             for cluster in clusters:
                 if cluster not in waits:
-                    self.stage.ask(name, NotifyReleaseGpus(self.stage.key(), name, cluster))
+                    self.manual.ask(name, NotifyReleaseGpus(self.manual.key(), name, cluster))
 
     def _obey(self) -> None:
-        for name, each in self.stage.cast.items():
-            self.stage.repair(name)
+        for name, each in self.manual.cast.items():
+            self.manual.repair(name)
             for resize_id in sorted(each.pending_resizes):
-                self.stage.carry_out(name, resize_id)
-        self.stage.cycle()
+                self.manual.carry_out(name, resize_id)
+        self.manual.cycle()
 
     def _leave(self) -> None:
-        stage = self.stage
-        for name in stage.cast:
-            stage.tell("admission", UnregisterPipeline(stage.key(), name))
+        manual = self.manual
+        for name in manual.cast:
+            manual.tell("admission", UnregisterPipeline(manual.key(), name))
         for _ in range(10):
             self._obey()
-        state = stage.scheduler.state.fleet
+        state = manual.scheduler.state.fleet
         assert not state.owners
         assert not state.requests
         assert not state.pipelines
-        assert not stage.space.users()
-        assert stage.disk.num_rows("intents") == 0
+        assert not manual.space.users()
+        assert manual.disk.num_rows("intents") == 0
 
 
 class GapRatioHistories(SchedulerHistories):

@@ -44,6 +44,6 @@ def template_prompts(model_folder: Path, tokenizer: Tokenizer) -> Prompts:
 
 
 @pytest.fixture
-def say(tokenizer: Tokenizer) -> Callable[[str], Sequence[int]]:
+def reply_ids(tokenizer: Tokenizer) -> Callable[[str], Sequence[int]]:
     """Return the token ids of a finished turn with this text."""
     return lambda text: tokenizer.encode(text + "<|im_end|>")

@@ -37,7 +37,7 @@ PROMPT = [11, 12, 13]
 ABORT = Finish("abort")
 
 
-class World:
+class GenerationWorld:
     """A generation machine among engines that pause, die, lose aborts and answer late."""
 
     def __init__(self, seed: int) -> None:

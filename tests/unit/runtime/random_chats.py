@@ -28,7 +28,7 @@ TOOLS = [b"", b"[%b]" % ONE, b"[%b,%b]" % (ONE, OTHER), b"[%b,%b]" % (OTHER, ONE
 MARKUP = '\n<tool_call>\n{"name": "%s", "arguments": {"x":  %d}}\n</tool_call>'
 WINDOW_S = 30.0
 
-Talk = tuple[list[Message], bytes]
+RequestHistory = tuple[list[Message], bytes]
 
 
 class RandomAgent:
@@ -51,7 +51,7 @@ class RandomAgent:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._chance = random.Random(seed)
-        self._talks: list[Talk] = [([], tools) for tools in TOOLS]
+        self._chats: list[RequestHistory] = [([], tools) for tools in TOOLS]
 
     async def step(self) -> None:
         """Send a request, and sample an answer for it or none."""
@@ -73,9 +73,9 @@ class RandomAgent:
             self.clock.advance(WINDOW_S + 1)
             self.sampler.tick()
 
-    def _next_chat(self) -> Talk:
+    def _next_chat(self) -> RequestHistory:
         chance = self._chance
-        known, tools = chance.choice(self._talks[-6:])
+        known, tools = chance.choice(self._chats[-6:])
         messages, kind = list(known), chance.random()
         if kind < 0.1:
             del messages[chance.randrange(len(messages) + 1) :]
@@ -148,7 +148,7 @@ class RandomAgent:
         if self._chance.random() < 0.9:
             for reply in replies:
                 self.session.delivered(reply)
-        self._talks.append(([*messages, self._echo(self._chance.choice(answers))], tools))
+        self._chats.append(([*messages, self._echo(self._chance.choice(answers))], tools))
 
     def _echo(self, answer: ParsedReply) -> Message:
         """Return an answer in one of the forms in which agents send it back."""

@@ -18,7 +18,7 @@ from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.event_writer_world import ListEventWriter
 
 Message = dict[str, object]
-Say = Callable[[str], Sequence[int]]
+ReplyIds = Callable[[str], Sequence[int]]
 
 USER: Message = {"role": "user", "content": "guess"}
 MORE: Message = {"role": "user", "content": "higher"}

@@ -42,7 +42,7 @@ from tests.unit.runtime.session_world import (
     TOOLS,
     USER,
     Message,
-    Say,
+    ReplyIds,
     assistant,
     call,
     call_all,
@@ -54,14 +54,14 @@ from tests.unit.runtime.session_world import (
 
 
 async def test_a_named_reply_is_continued_without_its_history(
-    prompts: Prompts, tokenizer: Tokenizer, say: Say
+    prompts: Prompts, tokenizer: Tokenizer, reply_ids: ReplyIds
 ) -> None:
-    sampler = ScriptedSampler([say("4"), say("5"), say("6")])
+    sampler = ScriptedSampler([reply_ids("4"), reply_ids("5"), reply_ids("6")])
     session = open_session(sampler, prompts)
     first, _ = await call(session, turn(SYSTEM, USER))
     named = with_fields(turn(MORE), previous_reply=first.head.id)
     second, _ = await call(session, named)
-    before = [*sampler.requests[0].prompt_ids, *say("4")]
+    before = [*sampler.requests[0].prompt_ids, *reply_ids("4")]
     assert list(sampler.requests[1].prompt_ids)[: len(before)] == before
     with_system = with_fields(
         turn(SYSTEM, USER), previous_reply=second.head.id, replaces_system=True
@@ -76,9 +76,9 @@ async def test_a_named_reply_is_continued_without_its_history(
 
 
 async def test_new_instructions_replace_those_of_the_conversation(
-    prompts: Prompts, tokenizer: Tokenizer, say: Say
+    prompts: Prompts, tokenizer: Tokenizer, reply_ids: ReplyIds
 ) -> None:
-    sampler = ScriptedSampler([say("4"), say("5")])
+    sampler = ScriptedSampler([reply_ids("4"), reply_ids("5")])
     session = open_session(sampler, prompts)
     first, _ = await call(session, turn(SYSTEM, USER))
     other: Message = {"role": "system", "content": "Be loud."}
@@ -92,22 +92,24 @@ async def test_new_instructions_replace_those_of_the_conversation(
 
 
 async def test_a_developer_message_after_a_named_reply_keeps_its_position(
-    prompts: Prompts, tokenizer: Tokenizer, say: Say
+    prompts: Prompts, tokenizer: Tokenizer, reply_ids: ReplyIds
 ) -> None:
-    sampler = ScriptedSampler([say("4"), say("5")])
+    sampler = ScriptedSampler([reply_ids("4"), reply_ids("5")])
     session = open_session(sampler, prompts)
     first, _ = await call(session, turn(SYSTEM, USER))
     word: Message = {"role": "developer", "content": "Now be loud."}
     await call(session, with_fields(turn(word, MORE), previous_reply=first.head.id))
-    before = [*sampler.requests[0].prompt_ids, *say("4")]
+    before = [*sampler.requests[0].prompt_ids, *reply_ids("4")]
     after = list(sampler.requests[1].prompt_ids)
     assert after[: len(before)] == before
     assert "Now be loud." in tokenizer.decode(after[len(before) :])
     assert not session.fork_report().forks
 
 
-async def test_other_tools_after_a_named_reply_are_a_fork(prompts: Prompts, say: Say) -> None:
-    session = open_session(ScriptedSampler([say("4"), say("5")]), prompts)
+async def test_other_tools_after_a_named_reply_are_a_fork(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
+    session = open_session(ScriptedSampler([reply_ids("4"), reply_ids("5")]), prompts)
     first, _ = await call(session, turn(USER))
     await call(session, with_fields(turn(MORE, tools=TOOLS), previous_reply=first.head.id))
     assert [row.cause for row in session.fork_report().forks] == [ForkCause.TOOLS_CHANGED]
@@ -124,9 +126,9 @@ async def test_an_unknown_reply_is_refused_by_name(prompts: Prompts) -> None:
 
 
 async def test_the_opening_of_a_required_call_is_context(
-    prompts: Prompts, tokenizer: Tokenizer, say: Say
+    prompts: Prompts, tokenizer: Tokenizer, reply_ids: ReplyIds
 ) -> None:
-    sampler = ScriptedSampler(lambda _: say(' {"a": 1}}\n</tool_call>'))
+    sampler = ScriptedSampler(lambda _: reply_ids(' {"a": 1}}\n</tool_call>'))
     session = open_session(sampler, prompts)
     asked = with_fields(turn(USER, tools=TOOLS), tool_choice=ToolChoice("required"), num_choices=2)
     answered = await call_all(session, asked)
@@ -138,8 +140,10 @@ async def test_the_opening_of_a_required_call_is_context(
     assert trained(session) == [(1, False, "tool_calls")] * 2
 
 
-async def test_a_prefill_counts_as_prompt_tokens_everywhere(prompts: Prompts, say: Say) -> None:
-    sampler = ScriptedSampler(lambda _: say("}"))
+async def test_a_prefill_counts_as_prompt_tokens_everywhere(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
+    sampler = ScriptedSampler(lambda _: reply_ids("}"))
     free = open_session(sampler, prompts)
     asked = with_fields(turn(USER, tools=TOOLS), tool_choice=ToolChoice("required"))
     num_lead = len(prompts.prefill(asked.tool_choice, None, TOOLS))
@@ -173,8 +177,8 @@ async def test_a_turn_is_extended_after_its_prefill_unchanged(
     assert rest == "<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def test_tokens_are_counted_without_a_trace(prompts: Prompts, say: Say) -> None:
-    sampler = ScriptedSampler([say("4"), say("5")])
+async def test_tokens_are_counted_without_a_trace(prompts: Prompts, reply_ids: ReplyIds) -> None:
+    sampler = ScriptedSampler([reply_ids("4"), reply_ids("5")])
     session = open_session(sampler, prompts)
     num_first = await session.count(turn(USER))
     reply, _ = await call(session, turn(USER))
@@ -242,15 +246,15 @@ def test_an_image_is_stored_once_and_freed_with_its_last_session(prompts: Prompt
 
 
 async def test_a_fork_reports_where_its_tokens_differ_and_what_it_cost(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
-    sampler = ScriptedSampler([say("4"), say("5")])
+    sampler = ScriptedSampler([reply_ids("4"), reply_ids("5")])
     session = open_session(sampler, prompts)
     await call(session, turn(SYSTEM, USER))
     await call(session, turn(SYSTEM, USER, assistant("7"), MORE))
     (row,) = session.fork_report().forks
     before, after = (list(request.prompt_ids) for request in sampler.requests)
-    left = [*before, *say("4")]
+    left = [*before, *reply_ids("4")]
     assert (row.call, row.node, row.message) == (1, 2, 2)
     assert (row.held, row.got) == ("4", "7")
     assert left[: row.token] == after[: row.token]
@@ -259,10 +263,10 @@ async def test_a_fork_reports_where_its_tokens_differ_and_what_it_cost(
 
 
 async def test_a_fork_row_shows_the_calls_of_the_message_that_differs(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
     markup = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    session = open_session(ScriptedSampler([say(markup), say("5")]), prompts)
+    session = open_session(ScriptedSampler([reply_ids(markup), reply_ids("5")]), prompts)
     await call(session, turn(USER, tools=TOOLS))
     other = {"id": "x", "function": {"name": "f", "arguments": '{"a": 2}'}}
     rewritten: Message = {"role": "assistant", "tool_calls": [other]}
@@ -273,13 +277,13 @@ async def test_a_fork_row_shows_the_calls_of_the_message_that_differs(
 
 
 async def test_calls_sent_back_as_text_are_a_fork_with_its_own_cause(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
     """The requests of smolagents 1.26: calls as a Python list, and their results as a user
     message.
     """
     markup = 'I call<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    session = open_session(ScriptedSampler(lambda _: say(markup)), prompts)
+    session = open_session(ScriptedSampler(lambda _: reply_ids(markup)), prompts)
     line: list[Message] = [USER]
     for step in range(3):
         _, answer = await call(session, turn(*line, tools=TOOLS))
@@ -305,12 +309,12 @@ async def test_calls_sent_back_as_text_are_a_fork_with_its_own_cause(
 async def test_for_any_agent_a_prompt_equals_its_request_and_each_token_trains_once(
     prompts: Prompts, template_prompts: Prompts, tokenizer: Tokenizer, seed: int
 ) -> None:
-    talks = RandomAgent(prompts if seed % 3 else template_prompts, tokenizer, seed)
+    agent = RandomAgent(prompts if seed % 3 else template_prompts, tokenizer, seed)
     for _ in range(40):
-        await talks.step()
-    assert not {"changed_text", "changed_call"} & set(talks.session.fork_report().healed)
-    talks.session.seal("done")
-    nodes = talks.session.record().nodes
+        await agent.step()
+    assert not {"changed_text", "changed_call"} & set(agent.session.fork_report().healed)
+    agent.session.seal("done")
+    nodes = agent.session.record().nodes
     reasons = reasons_of(nodes, ["main", "side", "subagent"])
     claims = sample_paths(nodes, [not reason for reason in reasons])
     claimed = sorted(row for claim in claims for row in claim.trained)
@@ -362,9 +366,9 @@ def raw(text: str = "", ids: tuple[int, ...] | None = None) -> Turn:
 
 
 async def test_a_raw_prompt_is_its_text_and_nothing_else(
-    prompts: Prompts, tokenizer: Tokenizer, say: Say
+    prompts: Prompts, tokenizer: Tokenizer, reply_ids: ReplyIds
 ) -> None:
-    sampler = ScriptedSampler([say(" <think> 4 ")])
+    sampler = ScriptedSampler([reply_ids(" <think> 4 ")])
     session = open_session(sampler, prompts)
     _, answer = await call(session, raw("I guess"))
     assert list(sampler.requests[0].prompt_ids) == tokenizer.encode("I guess")
@@ -373,7 +377,7 @@ async def test_a_raw_prompt_is_its_text_and_nothing_else(
 
 @pytest.mark.parametrize("as_ids", [False, True])
 async def test_a_raw_prompt_that_repeats_stored_tokens_continues_from_them(
-    prompts: Prompts, tokenizer: Tokenizer, say: Say, as_ids: bool
+    prompts: Prompts, tokenizer: Tokenizer, reply_ids: ReplyIds, as_ids: bool
 ) -> None:
     letters = [i for char in " higher" for i in tokenizer.encode(char)]
     sampler = ScriptedSampler(None)
@@ -428,8 +432,8 @@ async def test_a_prompt_without_a_token_is_refused(prompts: Prompts) -> None:
     assert caught.value.status == 400
 
 
-async def test_the_same_raw_prompt_is_stored_once(prompts: Prompts, say: Say) -> None:
-    session = open_session(ScriptedSampler([say("4"), say("5")]), prompts)
+async def test_the_same_raw_prompt_is_stored_once(prompts: Prompts, reply_ids: ReplyIds) -> None:
+    session = open_session(ScriptedSampler([reply_ids("4"), reply_ids("5")]), prompts)
     await call_all(session, raw("x"))
     await call_all(session, raw("x"))
     assert trained(session) == [(0, True, "stop"), (0, False, "stop")]

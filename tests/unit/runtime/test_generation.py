@@ -33,7 +33,7 @@ from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.testing.engine import STOP_TOKEN
 from rollmesh.wire.machine import Ticked
 from tests.unit.runtime.generation_bench import ENGINE, Bench, running
-from tests.unit.runtime.generation_world import ABORT, PROMPT, World
+from tests.unit.runtime.generation_world import ABORT, PROMPT, GenerationWorld
 
 
 def test_a_turn_that_stops_is_committed_with_its_tokens() -> None:
@@ -448,7 +448,7 @@ def test_a_stop_string_across_attempts_ends_the_turn_and_aborts_the_attempt() ->
 
 @pytest.mark.parametrize("seed", range(150))
 def test_random_schedules_lose_and_duplicate_no_token(seed: int) -> None:
-    world = World(seed)
+    world = GenerationWorld(seed)
     world.step(Ticked())
     for _ in range(120):
         world.disturb()

@@ -11,7 +11,7 @@ from rollmesh.runtime.conversation.forks import HealedKind
 from rollmesh.runtime.session import Session
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.session_world import TOOLS, Message, Say, call, open_session
+from tests.unit.runtime.session_world import TOOLS, Message, ReplyIds, call, open_session
 
 ROTATING = compile_rotating(["Today's date"])
 ANSWERS = (
@@ -94,10 +94,10 @@ async def converse(session: Session, agent: Respelling, num_turns: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_an_agent_that_respells_its_history_never_forks(
-    prompts: Prompts, say: Say, seed: int
+    prompts: Prompts, reply_ids: ReplyIds, seed: int
 ) -> None:
     chance = random.Random(seed)
-    sampler = ScriptedSampler(lambda _: say(chance.choice(ANSWERS)))
+    sampler = ScriptedSampler(lambda _: reply_ids(chance.choice(ANSWERS)))
     session = open_session(sampler, prompts, 100_000, rotating=ROTATING)
     await converse(session, Respelling(seed), num_turns=30)
     report = session.fork_report()

@@ -194,12 +194,12 @@ def test_a_long_message_is_one_blob_for_all_turns_and_siblings(stored: StoredCha
 
 def test_its_byte_count_matches_the_allocated_memory() -> None:
     tracemalloc.start()
-    stored, talk = StoredChat(), list[Message]()
+    stored, messages = StoredChat(), list[Message]()
     for n in range(300):
-        talk += [user(f"question {n}, in some words"), assistant(f"answer {n}, in others")]
-        array = array_turn(*talk[:-1])
-        stored.answer(stored.history.hold(stored.history.match(array), 2 * n), talk[-1])
-    del array, talk
+        messages += [user(f"question {n}, in some words"), assistant(f"answer {n}, in others")]
+        array = array_turn(*messages[:-1])
+        stored.answer(stored.history.hold(stored.history.match(array), 2 * n), messages[-1])
+    del array, messages
     gc.collect()
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

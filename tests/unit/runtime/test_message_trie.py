@@ -36,7 +36,7 @@ from tests.unit.runtime.session_world import (
     SYSTEM,
     USER,
     Message,
-    Say,
+    ReplyIds,
     assistant,
     open_session,
 )
@@ -67,7 +67,7 @@ def test_an_unreadable_unit_is_named_by_its_position_in_the_array() -> None:
 
 @pytest.mark.parametrize("is_array", [False, True])
 async def test_no_part_of_a_request_is_retained_while_its_turn_is_sampled(
-    prompts: Prompts, say: Say, is_array: bool
+    prompts: Prompts, reply_ids: ReplyIds, is_array: bool
 ) -> None:
     """This includes the first turn of a session, a long text in a thread, and a turn that
     extends it.
@@ -89,7 +89,7 @@ async def test_no_part_of_a_request_is_retained_while_its_turn_is_sampled(
         num_references = sys.getrefcount(kept)
         assert num_references == 2
         assert not [each for each in gc.get_objects() if type(each) in (Lookup, Match)]
-        sampler.generations[-1].end(*say(answer))
+        sampler.generations[-1].end(*reply_ids(answer))
         session.finish(reply)
         session.delivered(reply)
         reply.leave()

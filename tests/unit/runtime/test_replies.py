@@ -20,7 +20,7 @@ from rollmesh.testing.sampler import ScriptedGeneration, ScriptedSampler
 from tests.unit.runtime.session_world import (
     MORE,
     USER,
-    Say,
+    ReplyIds,
     assistant,
     call,
     call_all,
@@ -32,9 +32,9 @@ from tests.unit.runtime.session_world import (
 
 
 async def test_an_answer_is_found_by_the_name_of_its_reply_and_by_its_number(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
-    session = open_session(ScriptedSampler([say("4"), say("5")]), prompts)
+    session = open_session(ScriptedSampler([reply_ids("4"), reply_ids("5")]), prompts)
     first, answer = await call(session, turn(USER))
     second, _ = await call(session, turn(USER, assistant(answer.content), MORE))
     for reply in (first, second):
@@ -54,9 +54,9 @@ async def test_a_reply_without_an_answer_and_a_foreign_name_are_not_found(
 
 
 async def test_choices_are_siblings_of_one_context_with_their_own_seeds(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
-    sampler = ScriptedSampler([say("4"), say("5"), say("6")])
+    sampler = ScriptedSampler([reply_ids("4"), reply_ids("5"), reply_ids("6")])
     session = open_session(sampler, prompts)
     answered = await call_all(session, with_fields(turn(USER), num_choices=3))
     assert [answer.content for _, answer in answered] == ["4", "5", "6"]
@@ -66,16 +66,16 @@ async def test_choices_are_siblings_of_one_context_with_their_own_seeds(
     assert trained(session) == [(0, False, "stop")] * 3
 
 
-async def test_choices_with_a_client_seed_differ_too(prompts: Prompts, say: Say) -> None:
-    sampler = ScriptedSampler(lambda _: say("4"))
+async def test_choices_with_a_client_seed_differ_too(prompts: Prompts, reply_ids: ReplyIds) -> None:
+    sampler = ScriptedSampler(lambda _: reply_ids("4"))
     session = open_session(sampler, prompts, sampling=EVAL_SAMPLING)
     asked = with_fields(turn(USER), num_choices=2, sampling=RequestedSampling(seed=11))
     await call_all(session, asked)
     assert [request.params.seed for request in sampler.requests] == [11, 12]
 
 
-async def test_a_marked_retry_gets_all_choices_again(prompts: Prompts, say: Say) -> None:
-    session = open_session(ScriptedSampler([say("4"), say("5")]), prompts)
+async def test_a_marked_retry_gets_all_choices_again(prompts: Prompts, reply_ids: ReplyIds) -> None:
+    session = open_session(ScriptedSampler([reply_ids("4"), reply_ids("5")]), prompts)
     asked = with_fields(turn(USER), num_choices=2)
     first = await call_all(session, asked)
     again = await call_all(session, with_fields(asked, is_retry=True))
@@ -83,8 +83,10 @@ async def test_a_marked_retry_gets_all_choices_again(prompts: Prompts, say: Say)
     assert session.num_calls == 2
 
 
-async def test_a_history_continues_the_choice_that_it_contains(prompts: Prompts, say: Say) -> None:
-    sampler = ScriptedSampler([say("4"), say("5"), say("6")])
+async def test_a_history_continues_the_choice_that_it_contains(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
+    sampler = ScriptedSampler([reply_ids("4"), reply_ids("5"), reply_ids("6")])
     session = open_session(sampler, prompts)
     await call_all(session, with_fields(turn(USER), num_choices=2))
     await call(session, turn(USER, assistant("4"), MORE))
@@ -93,29 +95,33 @@ async def test_a_history_continues_the_choice_that_it_contains(prompts: Prompts,
     assert [row.parent for row in session.record().nodes] == [-1, 0, 0, 1, 3]
 
 
-async def test_a_failed_choice_fails_the_undelivered_others(prompts: Prompts, say: Say) -> None:
+async def test_a_failed_choice_fails_the_undelivered_others(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
     sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
     session = open_session(sampler, prompts)
     asked = with_fields(turn(USER), num_choices=3)
     replies = await session.attach(asked)
-    sampler.generations[0].end(*say("4"))
+    sampler.generations[0].end(*reply_ids("4"))
     session.finish(replies[0])
     sampler.generations[1].fail("out of memory")
-    sampler.generations[2].show(*say("6")[:1])
+    sampler.generations[2].show(*reply_ids("6")[:1])
     again = await session.attach(asked)
     assert not set(again) & set(replies)
     assert [reply.state for reply in replies] == [ReplyState.VOID] * 3
     for generation in sampler.generations[3:]:
-        generation.end(*say("7"))
+        generation.end(*reply_ids("7"))
     for reply in again:
         session.finish(reply)
         session.delivered(reply)
     assert [finish for _, _, finish in trained(session)] == ["void", "void", *["stop"] * 3]
 
 
-async def test_five_resends_of_a_delivered_turn_train_once(prompts: Prompts, say: Say) -> None:
+async def test_five_resends_of_a_delivered_turn_train_once(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
     """Codex does this when the end of a stream was lost: the same body, not marked as a retry."""
-    answers = [say(str(n)) for n in range(7)]
+    answers = [reply_ids(str(n)) for n in range(7)]
     session = open_session(ScriptedSampler(answers), prompts)
     for _ in range(6):
         _, answer = await call(session, turn(USER))
@@ -133,7 +139,7 @@ async def test_five_resends_of_a_delivered_turn_train_once(prompts: Prompts, say
 
 
 async def test_a_delivered_turn_is_superseded_only_by_another_delivered_turn(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
     for num_good in (0, 1):
         sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
@@ -141,7 +147,7 @@ async def test_a_delivered_turn_is_superseded_only_by_another_delivered_turn(
         for is_good in [True, False, *[True] * num_good]:
             (reply,) = await session.attach(turn(USER))
             generation = sampler.generations[-1]
-            generation.end(*say("4")) if is_good else generation.fail("out of memory")
+            generation.end(*reply_ids("4")) if is_good else generation.fail("out of memory")
             with contextlib.suppress(SessionError):
                 session.finish(reply)
                 session.delivered(reply)
@@ -149,12 +155,12 @@ async def test_a_delivered_turn_is_superseded_only_by_another_delivered_turn(
 
 
 async def test_resends_of_a_cut_turn_resume_it(
-    prompts: Prompts, tokenizer: Tokenizer, say: Say
+    prompts: Prompts, tokenizer: Tokenizer, reply_ids: ReplyIds
 ) -> None:
     clock = FakeClock()
     sampler = ScriptedSampler(None, clock=clock)
     session = open_session(sampler, prompts)
-    ids = [i for char in "I guess 4" for i in tokenizer.encode(char)] + [*say("")]
+    ids = [i for char in "I guess 4" for i in tokenizer.encode(char)] + [*reply_ids("")]
     seen = set()
     for n in range(5):
         (reply,) = await session.attach(turn(USER))
@@ -171,19 +177,19 @@ async def test_resends_of_a_cut_turn_resume_it(
 
 
 async def test_a_cut_answer_sent_back_is_exact_context_and_does_not_train(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
     sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
     session = open_session(sampler, prompts)
     (cut,) = await session.attach(turn(USER))
-    sampler.generations[0].show(*say("I guess")[:-1])
+    sampler.generations[0].show(*reply_ids("I guess")[:-1])
     sampler.generations[0].fail("lost", is_refused=True)
     with pytest.raises(SessionError):
         session.finish(cut)
     (reply,) = await session.attach(turn(USER, assistant("I guess")))
-    before = [*sampler.requests[0].prompt_ids, *say("I guess")[:-1]]
+    before = [*sampler.requests[0].prompt_ids, *reply_ids("I guess")[:-1]]
     assert list(sampler.requests[1].prompt_ids)[: len(before)] == before
-    sampler.generations[1].end(*say("4"))
+    sampler.generations[1].end(*reply_ids("4"))
     session.finish(reply)
     session.delivered(reply)
     assert not session.fork_report().forks
@@ -213,10 +219,10 @@ def test_a_context_filled_by_images_is_reported_as_a_full_context(
 
 
 async def test_a_repeated_answer_has_its_stop_string_and_alternatives_again(
-    prompts: Prompts, tokenizer: Tokenizer, say: Say
+    prompts: Prompts, tokenizer: Tokenizer, reply_ids: ReplyIds
 ) -> None:
     sampler = ScriptedSampler(
-        [say("go STOP")], new_matcher=lambda stops: StopStrings(stops, tokenizer.stream())
+        [reply_ids("go STOP")], new_matcher=lambda stops: StopStrings(stops, tokenizer.stream())
     )
     session = open_session(sampler, prompts)
     asked = with_fields(turn(USER), sampling=RequestedSampling(stop=("STOP",)))
@@ -228,25 +234,27 @@ async def test_a_repeated_answer_has_its_stop_string_and_alternatives_again(
 
 
 async def test_a_cut_answer_is_not_confused_with_a_whole_one_of_the_same_text(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
     sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
     session = open_session(sampler, prompts)
     (good,) = await session.attach(turn(USER))
-    sampler.generations[0].end(*say("4"))
+    sampler.generations[0].end(*reply_ids("4"))
     session.finish(good)
     session.delivered(good)
     (cut,) = await session.attach(turn(USER))
-    sampler.generations[1].show(*say("4")[:-1])
+    sampler.generations[1].show(*reply_ids("4")[:-1])
     sampler.generations[1].fail("lost", is_refused=True)
     with pytest.raises(SessionError):
         session.finish(cut)
     await session.attach(turn(USER, assistant("4"), MORE))
-    before = [*sampler.requests[0].prompt_ids, *say("4")]
+    before = [*sampler.requests[0].prompt_ids, *reply_ids("4")]
     assert list(sampler.requests[2].prompt_ids)[: len(before)] == before
 
 
-async def test_a_session_whose_agent_left_for_good_is_idle(prompts: Prompts, say: Say) -> None:
+async def test_a_session_whose_agent_left_for_good_is_idle(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
     """Otherwise the session would never be forgotten: its last turn is void or was never
     fetched.
     """
@@ -257,8 +265,8 @@ async def test_a_session_whose_agent_left_for_good_is_idle(prompts: Prompts, say
         (reply,) = await session.attach(turn(asked))
         reply.join()
     assert [reply.is_ended for reply in session.sampling] == [False, False]
-    sampler.generations[0].end(*say("4"))
-    sampler.generations[1].show(*say("4")[:1])
+    sampler.generations[0].end(*reply_ids("4"))
+    sampler.generations[1].show(*reply_ids("4")[:1])
     reply.leave()
     clock.advance(31.0)
     sampler.tick()
@@ -283,7 +291,7 @@ async def test_a_failure_does_not_retain_its_callers(prompts: Prompts) -> None:
 
 
 async def test_aborted_calls_leave_nothing_after_their_retry_window(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
     def num_replies() -> int:
         return sum([type(each) is Reply for each in gc.get_objects()])
@@ -296,7 +304,7 @@ async def test_aborted_calls_leave_nothing_after_their_retry_window(
         asked = turn({"role": "user", "content": str(n)})
         for reply in await session.attach(with_fields(asked, num_choices=1 + n % 2)):
             reply.join()
-            sampler.generations[-1].show(*say("4")[: n % 2])
+            sampler.generations[-1].show(*reply_ids("4")[: n % 2])
             reply.leave()
     del reply
     clock.advance(31.0)
@@ -306,7 +314,7 @@ async def test_aborted_calls_leave_nothing_after_their_retry_window(
 
 
 async def test_likeliest_tokens_are_kept_for_the_newest_replies_only(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
     session = open_session(ScriptedSampler(), prompts)
     replies = []
@@ -315,25 +323,29 @@ async def test_likeliest_tokens_are_kept_for_the_newest_replies_only(
         generation = reply.generation
         assert isinstance(generation, ScriptedGeneration)
         generation.top_logprobs.append(((-0.5, 7),))
-        generation.end(*say("4"))
+        generation.end(*reply_ids("4"))
         session.finish(reply)
         session.delivered(reply)
         replies.append(reply)
     assert [len(reply.top_logprobs()) for reply in replies] == [0, *[1] * MAX_LISTED]
 
 
-async def test_the_same_body_attaches_while_it_is_undelivered(prompts: Prompts, say: Say) -> None:
+async def test_the_same_body_attaches_while_it_is_undelivered(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts)
     (one,), (two,) = await session.attach(turn(USER)), await session.attach(turn(USER))
     assert one is two
-    sampler.generations[0].end(*say("4"))
+    sampler.generations[0].end(*reply_ids("4"))
     assert session.finish(one) == session.finish(two)
     assert session.num_calls == 1
 
 
-async def test_a_marked_retry_after_delivery_is_answered_again(prompts: Prompts, say: Say) -> None:
-    session = open_session(ScriptedSampler([say("4")]), prompts)
+async def test_a_marked_retry_after_delivery_is_answered_again(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
+    session = open_session(ScriptedSampler([reply_ids("4")]), prompts)
     first, answer = await call(session, turn(USER))
     assert first.answer is None  # the answer is parsed again from its tokens
     again, same = await call(session, turn(USER, is_retry=True))
@@ -343,9 +355,9 @@ async def test_a_marked_retry_after_delivery_is_answered_again(prompts: Prompts,
 
 
 async def test_the_same_body_after_delivery_is_a_sibling_that_supersedes(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
-    sampler = ScriptedSampler([say("4"), say("5")])
+    sampler = ScriptedSampler([reply_ids("4"), reply_ids("5")])
     session = open_session(sampler, prompts)
     await call(session, turn(USER))
     _, answer = await call(session, turn(USER))
@@ -357,9 +369,9 @@ async def test_the_same_body_after_delivery_is_a_sibling_that_supersedes(
 
 
 async def test_a_repeated_request_is_sampled_after_the_same_tokens(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
-    sampler = ScriptedSampler([say("4"), say("5"), say("4"), say("6")])
+    sampler = ScriptedSampler([reply_ids("4"), reply_ids("5"), reply_ids("4"), reply_ids("6")])
     session = open_session(sampler, prompts)
     for asked in (turn(USER), turn(USER, assistant("4"), MORE)) * 2:
         await call(session, asked)

@@ -24,7 +24,7 @@ from tests.unit.runtime.session_world import (
     TOOLS,
     USER,
     Message,
-    Say,
+    ReplyIds,
     assistant,
     call,
     open_session,
@@ -96,50 +96,52 @@ async def test_a_kill_at_any_moment_leaves_a_session_with_all_settled_turns(
     again.
     """
     event_writer = ListEventWriter()
-    talks = RandomAgent(prompts, tokenizer, seed, event_writer=event_writer)
+    agent = RandomAgent(prompts, tokenizer, seed, event_writer=event_writer)
     for number in range(80):
-        await talks.step()
+        await agent.step()
         if number % 5 == seed % 5:
-            before = talks.session
+            before = agent.session
             event_writer = event_writer.next_process()
-            talks.session = restored_session(before, event_writer)
-            known = {reply.node for replies in talks.session._replies.all() for reply in replies}  # noqa: SLF001 - likewise
+            agent.session = restored_session(before, event_writer)
+            known = {reply.node for replies in agent.session._replies.all() for reply in replies}  # noqa: SLF001 - likewise
             assert NO_NODE not in known
-    nodes = record_of(talks.session)
+    nodes = record_of(agent.session)
     assert nodes
 
 
 @pytest.fixture
-def say(tokenizer: Tokenizer) -> Say:
+def reply_ids(tokenizer: Tokenizer) -> ReplyIds:
     return lambda text: tokenizer.encode(text) + tokenizer.encode("<|im_end|>")
 
 
-async def test_fall_backs_are_counted_alike_after_a_restart(prompts: Prompts, say: Say) -> None:
+async def test_fall_backs_are_counted_alike_after_a_restart(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
     event_writer = ListEventWriter()
-    sampler = ScriptedSampler(lambda _: (*say("a"),))
+    sampler = ScriptedSampler(lambda _: (*reply_ids("a"),))
     sampler.has_publisher = False
-    session, talk = open_session(sampler, prompts, event_writer=event_writer), [USER]
+    session, messages = open_session(sampler, prompts, event_writer=event_writer), [USER]
     for served in (7, 3, -1, 2, 2):
         sampler.policy_version = served
-        await call(session, turn(*talk))
-        talk += [assistant("a"), MORE]
+        await call(session, turn(*messages))
+        messages += [assistant("a"), MORE]
     assert session.num_fell_back == 2, "from 7 to 3 and from 3 to 2"
     after = restored_session(session, event_writer.next_process())
     assert after.num_fell_back == 2
     sampler.policy_version = 1
-    await call(after, turn(*talk))
+    await call(after, turn(*messages))
     assert after.num_fell_back == 3
 
 
 async def test_a_call_with_only_one_written_choice_is_sampled_again(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
     event_writer = ListEventWriter()
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts, event_writer=event_writer)
     asked = with_fields(turn(USER), num_choices=2)
     one, _ = await session.attach(asked)
-    sampler.generations[0].end(*say("a"))
+    sampler.generations[0].end(*reply_ids("a"))
     session.finish(one)
     await session.recorder.written()
     after = restored_session(session, event_writer.next_process())
@@ -147,7 +149,7 @@ async def test_a_call_with_only_one_written_choice_is_sampled_again(
     assert [reply.is_running for reply in again] == [True, True]
     assert again[0].source.node == one.source.node, "after the same tokens"
     for generation in sampler.generations[2:]:
-        generation.end(*say("b"))
+        generation.end(*reply_ids("b"))
     for reply in again:
         after.finish(reply)
         after.delivered(reply)
@@ -155,10 +157,12 @@ async def test_a_call_with_only_one_written_choice_is_sampled_again(
 
 
 async def test_an_undelivered_answer_is_void_until_it_is_delivered(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
     event_writer = ListEventWriter()
-    session = open_session(ScriptedSampler(lambda _: say("a")), prompts, event_writer=event_writer)
+    session = open_session(
+        ScriptedSampler(lambda _: reply_ids("a")), prompts, event_writer=event_writer
+    )
     (reply,) = await session.attach(turn(USER))
     session.finish(reply)
     await session.recorder.written()
@@ -193,10 +197,12 @@ async def test_a_repeated_answer_has_the_same_likeliest_tokens_and_stop_string(
 
 
 async def test_raw_prompts_continue_from_texts_and_from_tokens(
-    prompts: Prompts, tokenizer: Tokenizer, say: Say
+    prompts: Prompts, tokenizer: Tokenizer, reply_ids: ReplyIds
 ) -> None:
     event_writer = ListEventWriter()
-    session = open_session(ScriptedSampler(lambda _: say("a")), prompts, event_writer=event_writer)
+    session = open_session(
+        ScriptedSampler(lambda _: reply_ids("a")), prompts, event_writer=event_writer
+    )
     reply, _ = await call(session, Turn(messages=[], prompt_text="guess", digest=1))
     text = "guess" + tokenizer.decode(list(reply.token_ids()))
     await call(session, Turn(messages=[], prompt_text=text + " higher", digest=2))
@@ -210,14 +216,14 @@ async def test_raw_prompts_continue_from_texts_and_from_tokens(
 
 
 async def test_an_answer_is_restored_with_its_name_and_a_limit_with_its_message(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
     event_writer = ListEventWriter()
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts, event_writer=event_writer)
     running = asyncio.ensure_future(call(session, turn(USER)))
     await sampler.moved.wait()
-    sampler.generations[0].end(*say("a"))
+    sampler.generations[0].end(*reply_ids("a"))
     reply, _ = await running
     (lost,) = await session.attach(turn(USER, assistant("a"), MORE))
     lost.join()
@@ -229,10 +235,12 @@ async def test_an_answer_is_restored_with_its_name_and_a_limit_with_its_message(
         await after.attach(turn(USER, assistant("a"), MORE, MORE))
 
 
-async def test_long_texts_tools_and_images_are_written_once(prompts: Prompts, say: Say) -> None:
+async def test_long_texts_tools_and_images_are_written_once(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
     event_writer = ListEventWriter()
     session = open_session(
-        ScriptedSampler(lambda _: say("a")), prompts, 10**6, event_writer=event_writer
+        ScriptedSampler(lambda _: reply_ids("a")), prompts, 10**6, event_writer=event_writer
     )
     long: Message = {"role": "user", "content": "x " * LONG_BYTES}
     await call(session, turn(long, tools=TOOLS))

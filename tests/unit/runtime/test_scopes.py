@@ -19,7 +19,7 @@ from rollmesh.runtime.session import SessionState
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.session_world import MORE, USER, Say, assistant, call, turn
+from tests.unit.runtime.session_world import MORE, USER, ReplyIds, assistant, call, turn
 
 GROUP = GroupId("r", 0)
 ROLLOUT = RolloutId(GROUP, 1)
@@ -31,9 +31,9 @@ GONE = {"scopes": 1, "groups": 0, "doors": 4, "loans": 1}
 class AgentEnded:
     """A rollout of one call whose agent has ended."""
 
-    def __init__(self, prompts: Prompts, say: Say) -> None:
+    def __init__(self, prompts: Prompts, reply_ids: ReplyIds) -> None:
         self.clock = FakeClock()
-        self.sampler = ScriptedSampler(lambda _: say("4"), clock=self.clock)
+        self.sampler = ScriptedSampler(lambda _: reply_ids("4"), clock=self.clock)
         self.runtime = Runtime(self.sampler, prompts, 4096, self.clock)
         self.opened: OpenSession = self.runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 7)
 
@@ -43,8 +43,8 @@ class AgentEnded:
 
 
 @pytest.fixture
-async def ended(prompts: Prompts, say: Say) -> AgentEnded:
-    made = AgentEnded(prompts, say)
+async def ended(prompts: Prompts, reply_ids: ReplyIds) -> AgentEnded:
+    made = AgentEnded(prompts, reply_ids)
     await made.play()
     return made
 

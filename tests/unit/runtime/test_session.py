@@ -31,7 +31,7 @@ from tests.unit.runtime.session_world import (
     TOOLS,
     USER,
     Message,
-    Say,
+    ReplyIds,
     assistant,
     call,
     open_session,
@@ -42,12 +42,12 @@ from tests.unit.runtime.session_world import (
 
 
 async def test_the_next_prompt_is_the_exact_earlier_tokens_and_the_new_message(
-    prompts: Prompts, tokenizer: Tokenizer, say: Say
+    prompts: Prompts, tokenizer: Tokenizer, reply_ids: ReplyIds
 ) -> None:
     # Sampled letter by letter, which no tokenizer would produce.
-    letters = [i for char in "I guess 4" for i in tokenizer.encode(char)] + [*say("")]
-    assert letters != say("I guess 4")
-    sampler = ScriptedSampler([letters, say("5")])
+    letters = [i for char in "I guess 4" for i in tokenizer.encode(char)] + [*reply_ids("")]
+    assert letters != reply_ids("I guess 4")
+    sampler = ScriptedSampler([letters, reply_ids("5")])
     session = open_session(sampler, prompts)
     first, answer = await call(session, turn(USER))
     await call(session, turn(USER, assistant(answer.content), MORE))
@@ -59,23 +59,25 @@ async def test_the_next_prompt_is_the_exact_earlier_tokens_and_the_new_message(
 
 
 async def test_a_request_that_ends_with_an_answer_does_not_change_the_next_prompt(
-    prompts: Prompts, tokenizer: Tokenizer, say: Say
+    prompts: Prompts, tokenizer: Tokenizer, reply_ids: ReplyIds
 ) -> None:
-    sampler = ScriptedSampler([say("4"), say("5"), say("6")])
+    sampler = ScriptedSampler([reply_ids("4"), reply_ids("5"), reply_ids("6")])
     session = open_session(sampler, prompts)
     await call(session, turn(USER))
     await call(session, turn(USER, assistant("4")))
     await call(session, turn(USER, assistant("4"), MORE))
     first, _, last = (list(request.prompt_ids) for request in sampler.requests)
     rest = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(last) == tokenizer.decode([*first, *say("4")]) + rest
+    assert tokenizer.decode(last) == tokenizer.decode([*first, *reply_ids("4")]) + rest
     assert last[: len(first)] == first
     # The agent dropped the answer, which is a rewind; nothing was rendered again.
     assert [row.cause for row in session.fork_report().forks] == [ForkCause.REWOUND]
 
 
-async def test_the_record_has_each_token_once_with_its_logprob(prompts: Prompts, say: Say) -> None:
-    sampler = ScriptedSampler([say("4"), say("5")])
+async def test_the_record_has_each_token_once_with_its_logprob(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
+    sampler = ScriptedSampler([reply_ids("4"), reply_ids("5")])
     session = open_session(sampler, prompts)
     await call(session, turn(USER))
     await call(session, turn(USER, assistant("4"), MORE))
@@ -88,16 +90,18 @@ async def test_the_record_has_each_token_once_with_its_logprob(prompts: Prompts,
         (2, True, "main"),
     ]
     ids = array("i", bytes(record.token_ids))
-    assert list(ids) == [*sampler.requests[1].prompt_ids, *say("5")]
-    expected = [logprob_at(n) for text in ("4", "5") for n in range(len(say(text)))]
+    assert list(ids) == [*sampler.requests[1].prompt_ids, *reply_ids("5")]
+    expected = [logprob_at(n) for text in ("4", "5") for n in range(len(reply_ids(text)))]
     assert list(array("f", bytes(record.logprobs))) == expected
     assert (record.num_calls, record.num_forks) == (2, 0)
     shown = msgspec.json.decode(record.messages)
     assert [message["content"] for message in shown] == ["guess", "4", "higher", "5"]
 
 
-async def test_the_record_has_the_engine_and_api_of_each_turn(prompts: Prompts, say: Say) -> None:
-    sampler = ScriptedSampler([say("4"), say("5")])
+async def test_the_record_has_the_engine_and_api_of_each_turn(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
+    sampler = ScriptedSampler([reply_ids("4"), reply_ids("5")])
     session = open_session(sampler, prompts)
     await call(session, with_fields(turn(USER), dialect="messages"))
     sampler.engine = "http://other"
@@ -110,43 +114,45 @@ async def test_the_record_has_the_engine_and_api_of_each_turn(prompts: Prompts, 
     assert [node.dialect for node in record.nodes] == ["", "messages", "", "responses"]
 
 
-async def test_a_returning_reader_resumes_its_parked_generation(prompts: Prompts, say: Say) -> None:
+async def test_a_returning_reader_resumes_its_parked_generation(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts)
     (reply,) = await session.attach(turn(USER))
     reply.join()
     generation = sampler.generations[0]
-    generation.show(*say("4")[:1])
+    generation.show(*reply_ids("4")[:1])
     reply.leave()
     assert generation.num_aborts == 1
     (again,) = await session.attach(turn(USER))
     assert again is reply
     again.join()
     assert generation.attempt is not None
-    generation.end(*say("4")[1:])
+    generation.end(*reply_ids("4")[1:])
     assert session.finish(again).content == "4"
-    assert list(again.token_ids()) == list(say("4"))
+    assert list(again.token_ids()) == list(reply_ids("4"))
     again.leave()
 
 
-async def test_an_abandoned_generation_is_void(prompts: Prompts, say: Say) -> None:
+async def test_an_abandoned_generation_is_void(prompts: Prompts, reply_ids: ReplyIds) -> None:
     clock = FakeClock()
     sampler = ScriptedSampler(None, GenerationSettings(retry_window_s=30.0), clock)
     session = open_session(sampler, prompts)
     (reply,) = await session.attach(turn(USER))
     reply.join()
-    sampler.generations[0].show(*say("4")[:1])
+    sampler.generations[0].show(*reply_ids("4")[:1])
     reply.leave()
     clock.advance(31.0)
     sampler.tick()
     (another,) = await session.attach(turn(USER))
     assert another is not reply
-    sampler.generations[1].end(*say("5"))
+    sampler.generations[1].end(*reply_ids("5"))
     session.finish(another)
     session.delivered(another)
     session.seal("done")
     rows = [(n.finish_reason, n.num_tokens) for n in session.record().nodes if n.sampled]
-    assert rows == [("void", 1), ("stop", len(say("5")))]
+    assert rows == [("void", 1), ("stop", len(reply_ids("5")))]
 
 
 async def test_sealing_wakes_every_waiter_with_410(prompts: Prompts) -> None:
@@ -172,14 +178,14 @@ async def _seal(session: Session) -> None:
     session.seal("the rollout ended")
 
 
-async def test_an_undelivered_answer_is_void(prompts: Prompts, say: Say) -> None:
+async def test_an_undelivered_answer_is_void(prompts: Prompts, reply_ids: ReplyIds) -> None:
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts)
     (finished,) = await session.attach(turn(USER))
-    sampler.generations[0].end(*say("4"))
+    sampler.generations[0].end(*reply_ids("4"))
     session.finish(finished)
     await session.attach(turn(USER, assistant("4"), MORE))
-    sampler.generations[1].show(*say("5")[:1])
+    sampler.generations[1].show(*reply_ids("5")[:1])
     session.seal("the rollout ended")
     rows = [n.finish_reason for n in session.record().nodes if n.sampled]
     assert rows == ["void", "void"]
@@ -187,7 +193,7 @@ async def test_an_undelivered_answer_is_void(prompts: Prompts, say: Say) -> None
 
 @pytest.mark.parametrize(("is_refused", "status"), [(True, 400), (False, 503)])
 async def test_a_failed_generation_returns_its_status_and_a_retry_starts_again(
-    prompts: Prompts, say: Say, is_refused: bool, status: int
+    prompts: Prompts, reply_ids: ReplyIds, is_refused: bool, status: int
 ) -> None:
     settings = GenerationSettings(max_fruitless_attempts=0)
     sampler = ScriptedSampler(None, settings)
@@ -199,13 +205,13 @@ async def test_a_failed_generation_returns_its_status_and_a_retry_starts_again(
     assert caught.value.status == status
     assert (caught.value.retry_after_s is not None) == (status == 503)
     (another,) = await session.attach(turn(USER, is_retry=True))
-    sampler.generations[1].end(*say("4"))
+    sampler.generations[1].end(*reply_ids("4"))
     assert session.finish(another).content == "4"
 
 
 @pytest.mark.parametrize(("is_refused", "status"), [(True, 400), (False, 503)])
 async def test_the_error_of_a_failed_call_survives_another_call(
-    prompts: Prompts, say: Say, is_refused: bool, status: int
+    prompts: Prompts, reply_ids: ReplyIds, is_refused: bool, status: int
 ) -> None:
     sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
     session = open_session(sampler, prompts)
@@ -229,9 +235,9 @@ async def test_a_prompt_that_fills_the_context_is_refused_with_openais_message(
 
 
 async def test_long_text_is_tokenised_off_the_loop_and_then_matched(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
-    sampler = ScriptedSampler(lambda _: say("4"))
+    sampler = ScriptedSampler(lambda _: reply_ids("4"))
     session = open_session(sampler, prompts, max_context_tokens=100_000)
     long = turn({"role": "user", "content": "x " * OFF_LOOP_BYTES})
     async with asyncio.TaskGroup() as group:
@@ -253,16 +259,18 @@ class CountedPrompts(Prompts):
 
 
 async def test_a_long_first_text_is_rendered_once(
-    model_folder: Path, tokenizer: Tokenizer, say: Say
+    model_folder: Path, tokenizer: Tokenizer, reply_ids: ReplyIds
 ) -> None:
     prompts = CountedPrompts(choose_family(model_folder, "auto", tokenizer), tokenizer)
-    session = open_session(ScriptedSampler([say("4")]), prompts, max_context_tokens=100_000)
+    session = open_session(ScriptedSampler([reply_ids("4")]), prompts, max_context_tokens=100_000)
     await call(session, turn({"role": "user", "content": "x " * OFF_LOOP_BYTES}))
     assert prompts.num_first == 1
 
 
-async def test_an_edited_history_forks_and_is_reported(prompts: Prompts, say: Say) -> None:
-    session = open_session(ScriptedSampler(lambda _: say("4")), prompts)
+async def test_an_edited_history_forks_and_is_reported(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
+    session = open_session(ScriptedSampler(lambda _: reply_ids("4")), prompts)
     await call(session, turn(USER))
     await call(session, turn(USER, assistant("7"), MORE))
     assert [row.cause for row in session.fork_report().forks] == [ForkCause.EDITED]
@@ -270,8 +278,10 @@ async def test_an_edited_history_forks_and_is_reported(prompts: Prompts, say: Sa
     assert [n.parent for n in session.record().nodes] == [-1, 0, -1, 2]
 
 
-async def test_a_single_call_without_tools_is_a_side_branch(prompts: Prompts, say: Say) -> None:
-    session = open_session(ScriptedSampler(lambda _: say("4")), prompts)
+async def test_a_single_call_without_tools_is_a_side_branch(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
+    session = open_session(ScriptedSampler(lambda _: reply_ids("4")), prompts)
     title = turn({"role": "system", "content": "make a title"}, USER)
     await call(session, title)
     await call(session, turn(USER, tools=TOOLS))
@@ -280,9 +290,11 @@ async def test_a_single_call_without_tools_is_a_side_branch(prompts: Prompts, sa
     assert [n.branch for n in session.record().nodes] == ["side"] * 2 + ["main"] * 4
 
 
-async def test_tool_calls_are_matched_by_id_in_the_next_request(prompts: Prompts, say: Say) -> None:
+async def test_tool_calls_are_matched_by_id_in_the_next_request(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
     markup = '<tool_call>\n{"name": "f", "arguments": {"a":   1}}\n</tool_call>'
-    sampler = ScriptedSampler([say(markup), say("done")])
+    sampler = ScriptedSampler([reply_ids(markup), reply_ids("done")])
     session = open_session(sampler, prompts)
     reply, answer = await call(session, turn(USER, tools=TOOLS))
     assert reply.finish_reason == "tool_calls"
@@ -296,30 +308,34 @@ async def test_tool_calls_are_matched_by_id_in_the_next_request(prompts: Prompts
     await call(session, turn(USER, echo, result, tools=TOOLS))
     prompt = list(sampler.requests[1].prompt_ids)
     start = len(sampler.requests[0].prompt_ids)
-    assert prompt[start : start + len(say(markup))] == list(say(markup))
+    assert prompt[start : start + len(reply_ids(markup))] == list(reply_ids(markup))
     assert not session.fork_report().forks
 
 
 async def test_a_stop_string_ends_the_text_and_its_tokens_are_kept(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
-    session = open_session(ScriptedSampler([say("go Observation: x")]), prompts)
+    session = open_session(ScriptedSampler([reply_ids("go Observation: x")]), prompts)
     asked = turn(USER)
     asked = msgspec.structs.replace(asked, sampling=RequestedSampling(stop=("Observation:",)))
     reply, answer = await call(session, asked)
     assert answer.content == "go"
-    assert list(reply.token_ids()) == list(say("go Observation: x"))
+    assert list(reply.token_ids()) == list(reply_ids("go Observation: x"))
 
 
-async def test_a_stop_string_in_the_reasoning_ends_it_too(prompts: Prompts, say: Say) -> None:
-    session = open_session(ScriptedSampler([say("<think>hm STOP")]), prompts)
+async def test_a_stop_string_in_the_reasoning_ends_it_too(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
+    session = open_session(ScriptedSampler([reply_ids("<think>hm STOP")]), prompts)
     asked = msgspec.structs.replace(turn(USER), sampling=RequestedSampling(stop=("STOP",)))
     _, answer = await call(session, asked)
     assert (answer.content, answer.reasoning) == ("", "hm")
 
 
-async def test_a_session_never_returns_to_older_weights(prompts: Prompts, say: Say) -> None:
-    sampler = ScriptedSampler(lambda _: say("4"))
+async def test_a_session_never_returns_to_older_weights(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
+    sampler = ScriptedSampler(lambda _: reply_ids("4"))
     sampler.policy_version = 5
     session = open_session(sampler, prompts)
     await call(session, turn(USER))
@@ -342,12 +358,12 @@ async def test_a_truncated_call_is_not_the_finish_reason(
 
 
 async def test_settings_that_the_policy_overrides_are_in_the_params_and_reported(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
     grammar = OutputGrammar("regex", "[0-9]")
     ask = RequestedSampling(temperature=0.0, min_p=0.1, logit_bias=((5, -1.0),), grammar=grammar)
     asked = with_fields(turn(USER), sampling=ask)
-    sampler = ScriptedSampler(lambda _: say("4"))
+    sampler = ScriptedSampler(lambda _: reply_ids("4"))
     reply, _ = await call(open_session(sampler, prompts), asked)
     params = reply.head.params
     assert (params.temperature, params.min_p, params.logit_bias) == (1.0, 0.0, ())
@@ -368,7 +384,7 @@ async def test_a_bias_on_a_token_outside_the_vocabulary_is_refused(prompts: Prom
 
 
 async def test_a_session_that_ends_early_refuses_new_calls_and_finishes_running_ones(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts)
@@ -380,7 +396,7 @@ async def test_a_session_that_ends_early_refuses_new_calls_and_finishes_running_
         await session.attach(turn(MORE))
     assert (caught.value.status, caught.value.code) == (400, "session_over_limit")
     assert (await session.attach(turn(USER)))[0] is reply  # a repetition of the same call
-    sampler.generations[0].end(*say("4"))
+    sampler.generations[0].end(*reply_ids("4"))
     assert session.finish(reply).content == "4"
     session.delivered(reply)
     assert trained(session) == [(0, False, "stop")]

@@ -28,7 +28,7 @@ from tests.unit.runtime.session_world import (
     TOOLS,
     USER,
     Message,
-    Say,
+    ReplyIds,
     assistant,
     call,
     open_session,
@@ -52,12 +52,12 @@ def of_pairs(*messages: Message) -> Turn:
 
 
 async def run_session(
-    prompts: Prompts, say: Say, ask: Callable[..., Turn], shared_prefixes: SharedPrefixes
+    prompts: Prompts, reply_ids: ReplyIds, ask: Callable[..., Turn], shared_prefixes: SharedPrefixes
 ) -> tuple[SessionRecord, list[list[int]]]:
     """Send three requests, one of them twice; return the record and the prompts that were
     sampled.
     """
-    sampler = ScriptedSampler(lambda _: say("4"))
+    sampler = ScriptedSampler(lambda _: reply_ids("4"))
     session = open_session(sampler, prompts, shared_prefixes=shared_prefixes)
     first = (SYSTEM, USER)
     for asked in (first, (*first, assistant("4"), MORE), first):
@@ -81,12 +81,12 @@ async def run_session(
     ids=["units", "array", "pairs", "tools", "array with tools"],
 )
 async def test_a_session_with_a_shared_prefix_has_the_same_record(
-    prompts: Prompts, say: Say, ask: Callable[..., Turn]
+    prompts: Prompts, reply_ids: ReplyIds, ask: Callable[..., Turn]
 ) -> None:
     shared_prefixes = SharedPrefixes()
-    alone = await run_session(prompts, say, ask, shared_prefixes)
+    alone = await run_session(prompts, reply_ids, ask, shared_prefixes)
     assert shared_prefixes.find(ask(SYSTEM, USER)) is not None
-    assert await run_session(prompts, say, ask, shared_prefixes) == alone
+    assert await run_session(prompts, reply_ids, ask, shared_prefixes) == alone
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -95,24 +95,28 @@ async def test_a_shared_prefix_changes_no_later_turn(
 ) -> None:
     shared_prefixes, records = SharedPrefixes(), []
     for _ in range(3):
-        talks = RandomAgent(prompts, tokenizer, seed, shared_prefixes)
+        agent = RandomAgent(prompts, tokenizer, seed, shared_prefixes)
         for _ in range(25):
-            await talks.step()
-        talks.session.seal("done")
-        records.append(talks.session.record())
+            await agent.step()
+        agent.session.seal("done")
+        records.append(agent.session.record())
     assert records[0] == records[1] == records[2]
 
 
-async def test_a_groups_first_prompt_is_rendered_once(prompts: Prompts, say: Say) -> None:
-    shared_prefixes, sampler = SharedPrefixes(), ScriptedSampler(lambda _: say("4"))
+async def test_a_groups_first_prompt_is_rendered_once(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
+    shared_prefixes, sampler = SharedPrefixes(), ScriptedSampler(lambda _: reply_ids("4"))
     for _ in range(3):
         await call(open_session(sampler, prompts, shared_prefixes=shared_prefixes), turn(USER))
     first, *others = [request.prompt_json for request in sampler.requests]
     assert all(other is first for other in others)
 
 
-async def test_other_tools_or_another_parser_are_another_prefix(prompts: Prompts, say: Say) -> None:
-    shared_prefixes, sampler = SharedPrefixes(), ScriptedSampler(lambda _: say("4"))
+async def test_other_tools_or_another_parser_are_another_prefix(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
+    shared_prefixes, sampler = SharedPrefixes(), ScriptedSampler(lambda _: reply_ids("4"))
     for asked in (turn(USER), turn(USER, tools=TOOLS), of_pairs(USER), turn(SYSTEM, USER)):
         await call(open_session(sampler, prompts, shared_prefixes=shared_prefixes), asked)
     assert len({bytes(request.prompt_json) for request in sampler.requests}) == 4
@@ -152,12 +156,12 @@ async def test_a_shared_prefix_retains_no_image_and_is_dropped_with_its_last_ima
     assert (shared_prefixes.num_openings, shared_prefixes.num_bytes) == (0, 0)
 
 
-async def test_shared_prefixes_are_bounded_in_bytes(prompts: Prompts, say: Say) -> None:
+async def test_shared_prefixes_are_bounded_in_bytes(prompts: Prompts, reply_ids: ReplyIds) -> None:
     shared_prefixes = SharedPrefixes()
     for n in range(2 * MAX_BYTES // MAX_PREFIX_BYTES):
         asked = turn({"role": "user", "content": f"{n} " + "a " * (MAX_PREFIX_BYTES // 20)})
         session = open_session(
-            ScriptedSampler([say("4")]), prompts, 10**6, shared_prefixes=shared_prefixes
+            ScriptedSampler([reply_ids("4")]), prompts, 10**6, shared_prefixes=shared_prefixes
         )
         await call(session, asked)
         assert shared_prefixes.find(asked) is not None
@@ -165,12 +169,14 @@ async def test_shared_prefixes_are_bounded_in_bytes(prompts: Prompts, say: Say) 
     assert shared_prefixes.num_bytes > 0.9 * MAX_BYTES
 
 
-async def test_shared_prefixes_are_bounded_in_number_and_size(prompts: Prompts, say: Say) -> None:
+async def test_shared_prefixes_are_bounded_in_number_and_size(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
     shared_prefixes = SharedPrefixes()
     asked = [turn({"role": "user", "content": str(n)}) for n in range(MAX_PREFIXES + 1)]
     large = turn({"role": "user", "content": "a" * MAX_PREFIX_BYTES})
     for each in (*asked, large):
-        sampler = ScriptedSampler([say("4")])
+        sampler = ScriptedSampler([reply_ids("4")])
         session = open_session(sampler, prompts, 10**6, shared_prefixes=shared_prefixes)
         await call(session, each)
     assert [shared_prefixes.find(each) is None for each in (asked[0], asked[1], large)] == [
@@ -178,10 +184,12 @@ async def test_shared_prefixes_are_bounded_in_number_and_size(prompts: Prompts, 
     ]  # fmt: skip
 
 
-async def test_only_a_sessions_first_request_is_a_shared_prefix(prompts: Prompts, say: Say) -> None:
+async def test_only_a_sessions_first_request_is_a_shared_prefix(
+    prompts: Prompts, reply_ids: ReplyIds
+) -> None:
     shared_prefixes = SharedPrefixes()
     session = open_session(
-        ScriptedSampler(lambda _: say("4")), prompts, shared_prefixes=shared_prefixes
+        ScriptedSampler(lambda _: reply_ids("4")), prompts, shared_prefixes=shared_prefixes
     )
     await call(session, turn(USER))
     await call(session, turn(SYSTEM, USER))

@@ -17,7 +17,7 @@ from rollmesh.runtime.conversation.token_graph import (
 )
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.session_world import Message, Say, assistant, call, open_session, turn
+from tests.unit.runtime.session_world import Message, ReplyIds, assistant, call, open_session, turn
 
 PARAMS = SamplingParams(max_tokens=8)
 
@@ -174,7 +174,7 @@ HELPER_TOOLS = b'[{"type":"function","function":{"name":"read"}}]'
 
 
 async def test_claude_codes_main_conversation_is_main_beside_four_busier_subagents(
-    prompts: Prompts, say: Say
+    prompts: Prompts, reply_ids: ReplyIds
 ) -> None:
     def system(text: str) -> Message:
         return {"role": "system", "content": text}
@@ -184,7 +184,7 @@ async def test_claude_codes_main_conversation_is_main_beside_four_busier_subagen
 
     lengths = {"main": "4", "title": "4", "helper": "guess a number higher " * 4}
     kind = "title"
-    session = open_session(ScriptedSampler(lambda _: say(lengths[kind])), prompts)
+    session = open_session(ScriptedSampler(lambda _: reply_ids(lengths[kind])), prompts)
     await call(session, turn(system("make a title"), user("fix it"), tools=b"[]"))
     kind = "main"
     line = [system("You are the agent."), user("fix it")]

@@ -87,8 +87,8 @@ def test_the_location_of_an_error_reaches_the_drop_log() -> None:
     failed = structs.replace(
         came.rollouts[0], outcome=Outcome.INFRA_ERROR, error="KeyError: x", place=place
     )
-    beside = structs.replace(came.rollouts[0], index=1, outcome=Outcome.CANCELLED)
-    come = structs.replace(come, rollouts=[failed, beside])
+    sibling = structs.replace(came.rollouts[0], index=1, outcome=Outcome.CANCELLED)
+    come = structs.replace(come, rollouts=[failed, sibling])
     dropped = open_result(raw(encode_record(come), complete=False))
     assert isinstance(dropped, Dropped)
     booked = booked_of(dropped, 0)

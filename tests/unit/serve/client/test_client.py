@@ -220,14 +220,14 @@ def test_a_kept_group_gets_a_new_address_when_the_old_one_is_in_use(
     group_id, address = ask(client), client.address
     router.expect(AskGroup)
     client.close()
-    squatter = listen("tcp://127.0.0.1:0", address, None)
-    assert squatter.address == address
+    other_sink = listen("tcp://127.0.0.1:0", address, None)
+    assert other_sink.address == address
     again = open_client(router, tmp_path, keep=True)
     _, request, _ = router.expect(AskGroup)
     assert (request.group_id, request.sink) == (group_id, again.address)
     assert again.address != address
     again.close()
-    squatter.close()
+    other_sink.close()
 
 
 @pytest.mark.parametrize("for_good", [True, False])

@@ -146,7 +146,7 @@ def test_a_failed_client_retains_neither_its_callers_nor_their_commands(
 ) -> None:
     client = open_client(router, tmp_path)
     client.done_with([object()])  # type: ignore[list-item]
-    taken = [take_in_vain(client) for _ in range(5)]
+    taken = [failing_take(client) for _ in range(5)]
     gc.collect()
     assert sum(each() is not None for each in taken[:-1]) == 0
     with pytest.raises(TypeError):
@@ -159,12 +159,12 @@ def test_a_failed_client_retains_neither_its_callers_nor_their_commands(
     client.close()
 
 
-class Local:
+class CallersObject:
     """A local object of a caller."""
 
 
-def take_in_vain(client: RolloutClient) -> "weakref.ref[Local]":
-    local = Local()
+def failing_take(client: RolloutClient) -> "weakref.ref[CallersObject]":
+    local = CallersObject()
     with pytest.raises(TypeError):
         client.take(timeout_s=60)
     return weakref.ref(local)

@@ -56,7 +56,7 @@ class BodyLimitServer:
     """A server whose bodies share LIMIT."""
 
     def __init__(self, running: RunningServer, bodies: BodyBudget, handler: Counter) -> None:
-        self.place, self.bodies, self.handler = running, bodies, handler
+        self.running, self.bodies, self.handler = running, bodies, handler
 
     async def until(self, **wanted: int) -> None:
         """Wait until the counts have these values."""
@@ -67,7 +67,7 @@ class BodyLimitServer:
             await asyncio.sleep(0)
 
     async def sender(self, data: bytes) -> Client:
-        client = await self.place.client()
+        client = await self.running.client()
         client.send(data)
         return client
 

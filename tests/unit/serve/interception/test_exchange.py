@@ -253,11 +253,11 @@ async def test_a_stop_string_ends_the_answer(start_agent: StartAgent) -> None:
 async def test_an_answer_that_was_not_journaled_is_not_completed(
     start_agent: StartAgent, ask: dict[str, Any]
 ) -> None:
-    agent, scribe = await start_agent(), ListEventWriter()
-    agent.opened.session.recorder = EventRecorder(scribe)
+    agent, writer = await start_agent(), ListEventWriter()
+    agent.opened.session.recorder = EventRecorder(writer)
     asking = asyncio.ensure_future(text_of(agent, ask))
     await started(agent)
-    scribe.is_full = True
+    writer.is_full = True
     agent.finish("four")
     text = await asking
     assert "journal_full" in text

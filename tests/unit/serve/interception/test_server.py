@@ -157,14 +157,14 @@ def test_a_client_that_does_not_read_blocks_its_writer_and_is_then_cut(
 def test_a_client_that_does_not_read_and_half_closes_is_cut_at_once(
     runner: asyncio.Runner,
 ) -> None:
-    clogged, cancelled = asyncio.Event(), asyncio.Event()
+    blocked, cancelled = asyncio.Event(), asyncio.Event()
 
     async def handle(request: HttpRequest) -> None:
         request.open(200, b"")
         try:
             while not request.is_write_paused:
                 request.send(b"x" * 65536)
-            clogged.set()
+            blocked.set()
             await request.drain(send_until_disconnected)
         except asyncio.CancelledError:
             cancelled.set()
@@ -174,7 +174,7 @@ def test_a_client_that_does_not_read_and_half_closes_is_cut_at_once(
         async with serving(handle) as running:
             client = await running.client(limit=1)
             client.send(GET)
-            await clogged.wait()
+            await blocked.wait()
             client.writer.write_eof()
             await cancelled.wait()
 

@@ -90,37 +90,37 @@ class SessionsUnderTest:
 
 
 def test_finish_seals_once_and_repeats_its_report() -> None:
-    scene = SessionsUnderTest()
-    session = scene.add()
-    entry = scene.registry.find("s0")
-    scene.registry.reward(entry, 1.0, None)
-    scene.registry.reward(entry, 0.5, "r3")
-    first = scene.finish(entry, None)
+    sessions = SessionsUnderTest()
+    session = sessions.add()
+    entry = sessions.registry.find("s0")
+    sessions.registry.reward(entry, 1.0, None)
+    sessions.registry.reward(entry, 0.5, "r3")
+    first = sessions.finish(entry, None)
     assert first == {
         "session_id": "s0",
         "outcome": "completed",
         "spent_because": "",
         "samples": [{"reward": 0.5}, {"reward": 1.0}],
     }
-    assert scene.finish(entry, Outcome.AGENT_ERROR) == first
+    assert sessions.finish(entry, Outcome.AGENT_ERROR) == first
     assert session.sealed == ["it was finished"]
     assert session.is_forgotten
 
 
 def test_a_late_reward_is_in_the_next_report() -> None:
-    scene = SessionsUnderTest()
-    scene.add()
-    entry = scene.registry.find("s0")
-    assert scene.finish(entry, None)["samples"] == [{"reward": None}] * 2
-    scene.registry.reward(entry, 0.0, None)
-    assert scene.finish(entry, None)["samples"] == [{"reward": 0.0}] * 2
-    scene.registry.reward(entry, 1.0, 1)
-    assert scene.finish(entry, None)["samples"] == [{"reward": 1.0}] * 2
-    scene.registry.reward(entry, 0.5, "chatcmpl-s0-r3")
-    assert scene.finish(entry, None)["samples"] == [{"reward": 0.5}, {"reward": 1.0}]
+    sessions = SessionsUnderTest()
+    sessions.add()
+    entry = sessions.registry.find("s0")
+    assert sessions.finish(entry, None)["samples"] == [{"reward": None}] * 2
+    sessions.registry.reward(entry, 0.0, None)
+    assert sessions.finish(entry, None)["samples"] == [{"reward": 0.0}] * 2
+    sessions.registry.reward(entry, 1.0, 1)
+    assert sessions.finish(entry, None)["samples"] == [{"reward": 1.0}] * 2
+    sessions.registry.reward(entry, 0.5, "chatcmpl-s0-r3")
+    assert sessions.finish(entry, None)["samples"] == [{"reward": 0.5}, {"reward": 1.0}]
     for node in (2, "r3", "chatcmpl-s1-r3"):
         with pytest.raises(SessionError, match="neither a sampled node nor a response"):
-            scene.registry.reward(entry, 1.0, node)
+            sessions.registry.reward(entry, 1.0, node)
 
 
 @pytest.mark.parametrize(
@@ -134,93 +134,93 @@ def test_a_late_reward_is_in_the_next_report() -> None:
 def test_the_outcome_is_that_of_finish_or_otherwise_of_the_last_call(
     fault: str, asked: Outcome | None, outcome: Outcome
 ) -> None:
-    scene = SessionsUnderTest()
-    scene.add().fault = fault
-    assert scene.finish(scene.registry.find("s0"), asked)["outcome"] == outcome
+    sessions = SessionsUnderTest()
+    sessions.add().fault = fault
+    assert sessions.finish(sessions.registry.find("s0"), asked)["outcome"] == outcome
 
 
 @pytest.mark.parametrize("asked", [None, Outcome.COMPLETED, Outcome.AGENT_ERROR])
 def test_a_session_ended_by_a_limit_is_truncated_whatever_finish_names(
     asked: Outcome | None,
 ) -> None:
-    scene = SessionsUnderTest()
-    scene.add().spent_because = "it holds too much"
-    report = scene.finish(scene.registry.find("s0"), asked)
+    sessions = SessionsUnderTest()
+    sessions.add().spent_because = "it holds too much"
+    report = sessions.finish(sessions.registry.find("s0"), asked)
     assert (report["outcome"], report["spent_because"]) == ("truncated", "it holds too much")
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
 def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
-    scene = SessionsUnderTest()
-    scene.add()
+    sessions = SessionsUnderTest()
+    sessions.add()
     with pytest.raises(SessionError, match="no finite number"):
-        scene.registry.reward(scene.registry.find("s0"), reward, None)
+        sessions.registry.reward(sessions.registry.find("s0"), reward, None)
 
 
 @pytest.mark.parametrize("reward", [1e308, -1.1e30])
 def test_a_reward_that_is_too_large_to_train_on_is_refused(reward: float) -> None:
-    scene = SessionsUnderTest()
-    scene.add()
+    sessions = SessionsUnderTest()
+    sessions.add()
     with pytest.raises(SessionError, match="is larger than 1e\\+30") as caught:
-        scene.registry.reward(scene.registry.find("s0"), reward, None)
+        sessions.registry.reward(sessions.registry.find("s0"), reward, None)
     assert (caught.value.status, caught.value.code) == (400, "invalid_reward")
-    scene.registry.reward(scene.registry.find("s0"), 1e30, None)
+    sessions.registry.reward(sessions.registry.find("s0"), 1e30, None)
 
 
 @pytest.mark.parametrize("node", [0, 2, "r4"])
 def test_a_reward_for_an_unsampled_node_is_refused(node: int | str) -> None:
-    scene = SessionsUnderTest()
-    scene.add()
-    entry = scene.registry.find("s0")
+    sessions = SessionsUnderTest()
+    sessions.add()
+    entry = sessions.registry.find("s0")
     with pytest.raises(SessionError, match="neither a sampled node nor a response"):
-        scene.registry.reward(entry, 1.0, node)
+        sessions.registry.reward(entry, 1.0, node)
     assert entry.node_rewards == {}
 
 
 def test_unused_sessions_expire_after_the_retention_time() -> None:
-    scene = SessionsUnderTest()
-    idle, asked, called, running = (scene.add() for _ in range(4))
-    scene.clock.advance(RETENTION_S / 2)
-    scene.registry.find(asked.session_id)
+    sessions = SessionsUnderTest()
+    idle, asked, called, running = (sessions.add() for _ in range(4))
+    sessions.clock.advance(RETENTION_S / 2)
+    sessions.registry.find(asked.session_id)
     called.num_calls = 1
     running.is_busy = True
-    scene.clock.advance(RETENTION_S / 2)
-    scene.registry.expire()
-    assert sorted(scene.ids()) == ["s1", "s2", "s3"]
+    sessions.clock.advance(RETENTION_S / 2)
+    sessions.registry.expire()
+    assert sorted(sessions.ids()) == ["s1", "s2", "s3"]
     assert idle.sealed == ["closed"]
     running.is_busy = False
-    scene.clock.advance(RETENTION_S)
-    scene.registry.expire()
-    assert scene.ids() == []
-    assert scene.registry.num_expired == 4
+    sessions.clock.advance(RETENTION_S)
+    sessions.registry.expire()
+    assert sessions.ids() == []
+    assert sessions.registry.num_expired == 4
     with pytest.raises(SessionError, match="never opened, was deleted, or expired"):
-        scene.registry.find("s0")
+        sessions.registry.find("s0")
 
 
 def test_over_the_memory_limit_no_session_opens_until_another_is_deleted() -> None:
-    scene = SessionsUnderTest(max_bytes=100)
-    scene.registry.set_held_bytes(101)
-    kept = scene.add()
-    scene.registry.finish(scene.registry.find(kept.session_id), None)
+    sessions = SessionsUnderTest(max_bytes=100)
+    sessions.registry.set_held_bytes(101)
+    kept = sessions.add()
+    sessions.registry.finish(sessions.registry.find(kept.session_id), None)
     with pytest.raises(SessionError, match="of 1 sessions 1 are finished: delete") as caught:
-        scene.add()
+        sessions.add()
     assert (caught.value.status, caught.value.code) == (503, "over_budget")
     assert caught.value.retry_after_s
-    scene.registry.set_held_bytes(100)
-    scene.add()
-    scene.registry.set_held_bytes(101)
-    for session_id in scene.ids():
-        scene.registry.delete(scene.registry.find(session_id))
-    scene.add()
+    sessions.registry.set_held_bytes(100)
+    sessions.add()
+    sessions.registry.set_held_bytes(101)
+    for session_id in sessions.ids():
+        sessions.registry.delete(sessions.registry.find(session_id))
+    sessions.add()
 
 
 def test_fork_counts_survive_their_sessions() -> None:
-    scene = SessionsUnderTest()
+    sessions = SessionsUnderTest()
     for cause in ("restart", "restart", "template"):
-        scene.add().forks[cause] += 1
-    scene.sessions[0].healed["white_space"] += 2
-    scene.registry.finish(scene.registry.find("s0"), None)
-    scene.registry.delete(scene.registry.find("s0"))
-    assert scene.registry.forks() == {"restart": 2, "template": 1}
-    assert scene.registry.healed() == {"white_space": 2}
-    assert scene.registry.forks() == {"restart": 2, "template": 1}
+        sessions.add().forks[cause] += 1
+    sessions.sessions[0].healed["white_space"] += 2
+    sessions.registry.finish(sessions.registry.find("s0"), None)
+    sessions.registry.delete(sessions.registry.find("s0"))
+    assert sessions.registry.forks() == {"restart": 2, "template": 1}
+    assert sessions.registry.healed() == {"white_space": 2}
+    assert sessions.registry.forks() == {"restart": 2, "template": 1}

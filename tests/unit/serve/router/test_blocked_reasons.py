@@ -14,7 +14,7 @@ from rollmesh.wire.messages import (
 )
 from tests.unit.serve.router.scripted_router import ScriptedRouter, ask, beat, group, hello, only
 
-STANDING_S, TELL_S = (
+STANDING_S, NOTIFY_S = (
     float(STANDING_BEATS),
     float(NOTIFY_BEATS),
 )  # one heartbeat takes a second in this file
@@ -37,7 +37,7 @@ def test_the_client_of_a_group_whose_env_is_not_served_is_notified_repeatedly(
     [moved] = [each for each in only(sends, GroupMoved) if each.reason]
     assert (moved.group_id, moved.state) == (group(1), GroupState.QUEUED)
     assert router.group_scheduler.blocked_reasons.standing() == [cause]
-    assert len(reasons(router.advance(3 * TELL_S, "w0", "c"))) == 3
+    assert len(reasons(router.advance(3 * NOTIFY_S, "w0", "c"))) == 3
     assert router.state(1) is GroupState.QUEUED, "a worker may still join"
 
 
@@ -145,9 +145,9 @@ def test_no_serving_engine_is_reported_as_the_only_cause(
     assert router.group_scheduler.blocked_reasons.standing() == [
         f"no engine serves: {DEAD} (for 20 s)"
     ]
-    assert len(reasons(router.advance(3 * TELL_S, "c"))) == 3
+    assert len(reasons(router.advance(3 * NOTIFY_S, "c"))) == 3
     router.group_scheduler.blocked_reasons.see_engines("")
-    sends = router.advance(TELL_S, "c")
+    sends = router.advance(NOTIFY_S, "c")
     assert all(each.startswith("no worker has served env 'typo'") for each in reasons(sends))
     assert reasons(sends)
 

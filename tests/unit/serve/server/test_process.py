@@ -47,9 +47,9 @@ OPEN, ELSEWHERE = "127.0.0.1", "0.0.0.0"
 NOT_OURS = 299
 
 
-async def asked(face: MetricsEndpoint, line: bytes, *headers: bytes) -> bytes:
+async def asked(endpoint: MetricsEndpoint, line: bytes, *headers: bytes) -> bytes:
     async def handle(request: HttpRequest) -> None:
-        if not await face.handle(request, request.path):
+        if not await endpoint.handle(request, request.path):
             request.answer(NOT_OURS, b"", b"")
 
     head = [b"%b HTTP/1.1" % line, b"Host: localhost", b"Connection: close", *headers, b"", b""]

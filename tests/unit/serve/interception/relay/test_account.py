@@ -197,10 +197,10 @@ async def test_claude_codes_main_conversation_is_main_beside_four_busier_subagen
         await relay.read(ask("title of: fix it", **settings("a title", [])))
         await relay.read(ask("fix it", **settings("the agent", TOOLS)))
         for number in range(4):
-            talk = [f"look at {number}"]
+            texts = [f"look at {number}"]
             for step in range(3):
-                await relay.read(ask(*talk, **settings("a helper", HELPER_TOOLS)))
-                talk += ["b", f"result {step}"]
+                await relay.read(ask(*texts, **settings("a helper", HELPER_TOOLS)))
+                texts += ["b", f"result {step}"]
         await relay.read(ask("what is new", **settings("the topic", [])))
         await relay.read(ask("fix it", "b", "results", **settings("the agent", TOOLS)))
         await relay.read(ask("in short: results", **settings("the agent", TOOLS)))
