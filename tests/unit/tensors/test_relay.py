@@ -199,10 +199,10 @@ def test_a_peer_returns_only_the_shards_that_it_was_lent(owner: Owned, ranks: li
     relay = TensorRelay(rank.buffer, rank.peers)
     handles = owner.put([RECEIVE_BYTES // 4, RECEIVE_BYTES // 4])
     ids = [each.shard_id for each in handles]
-    places = relay.places(handles, "guest")
+    places = relay.places(handles, "peer")
     assert [place.num_bytes for place in places] == [RECEIVE_BYTES // 4] * 2
     relay.unpin([*ids, 5], "unknown")
-    relay.unpin([ids[0], ids[0], 5], "guest")
+    relay.unpin([ids[0], ids[0], 5], "peer")
     lent = weakref.ref(rank.fetch(handles)[1].data)
     rank.buffer.clear(None)
     (again,) = rank.fetch(owner.put([RECEIVE_BYTES // 4]))
@@ -210,16 +210,16 @@ def test_a_peer_returns_only_the_shards_that_it_was_lent(owner: Owned, ranks: li
     assert place is not None
     assert place.offset < places[1].offset  # memory without views
     assert lent() is not None
-    relay.drop_peer("guest")
+    relay.drop_peer("peer")
     assert lent() is None
-    relay.drop_peer("guest")
-    assert relay.places([], "guest") == []
+    relay.drop_peer("peer")
+    assert relay.places([], "peer") == []
 
 
 def test_private_memory_is_not_lent(owner: Owned) -> None:
     rank = Rank(is_shared=False)
     with pytest.raises(TensorError, match="private memory"):
-        TensorRelay(rank.buffer, rank.peers).places(owner.put(SIZES), "guest")
+        TensorRelay(rank.buffer, rank.peers).places(owner.put(SIZES), "peer")
     rank.close()
 
 

@@ -59,7 +59,7 @@ def test_bytes_written_to_a_reservation_are_read_by_the_owner_and_by_peers(
     read = [store.read(handle.shard_id) for handle in handles]
     assert [each.data.tolist() for each in read] == [[1] * 24, [], [3] * 100]
     assert not any(each.data.flags.writeable for each in read)
-    (place,) = store.pins.places([handles[2].shard_id], "guest")
+    (place,) = store.pins.places([handles[2].shard_id], "peer")
     assert (AttachedSegment(place.path).view(place.offset, place.num_bytes) == 3).all()
 
 

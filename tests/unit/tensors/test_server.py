@@ -233,7 +233,7 @@ def connected_consumer(owner: Owned, patience_s: float = PATIENCE_S) -> Iterator
     host = ServerContext(owner.store, None, PeerIndex(), admitted)
 
     def serve() -> None:
-        ConsumerConnection(f"guest {far}", far, host, accept_consumer(far, None, admitted)).serve()
+        ConsumerConnection(f"peer {far}", far, host, accept_consumer(far, None, admitted)).serve()
 
     thread = threading.Thread(target=serve)
     thread.start()

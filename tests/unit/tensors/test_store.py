@@ -171,7 +171,7 @@ def test_a_view_that_ends_before_its_shard_frees_nothing(store: OwnerStore) -> N
 
 def test_a_store_creates_its_arena_and_closes_it(clock: FakeClock) -> None:
     store = OwnerStore(SETTINGS, clock)
-    (place,) = store.pins.places([put(store, 1)], "guest")
+    (place,) = store.pins.places([put(store, 1)], "peer")
     store.close()
     assert not Path(place.path).exists()
 
@@ -235,10 +235,10 @@ class RandomUsers:
             case "read":
                 seen.append((self.store.read(shard_id), filling))
             case "lend":
-                (place,) = self.store.pins.places([shard_id], f"guest-{number % 3}")
+                (place,) = self.store.pins.places([shard_id], f"peer-{number % 3}")
                 assert place.num_bytes <= 2 * PAGE_BYTES
             case "unpin":
-                self.store.pins.unpin([each for each, _ in self.known[-20:]], f"guest-{number % 3}")
+                self.store.pins.unpin([each for each, _ in self.known[-20:]], f"peer-{number % 3}")
             case "take":
                 self.store.take([shard_id], 1000 + number % 7)
             case "clear":
@@ -248,7 +248,7 @@ class RandomUsers:
                 self.store.end_step(number % 900)
             case "drop":
                 seen.clear()
-                self.store.pins.drop_peer(f"guest-{number % 3}")
+                self.store.pins.drop_peer(f"peer-{number % 3}")
 
 
 @hypothesis.settings(max_examples=6, deadline=None, derandomize=True, database=None)
@@ -270,7 +270,7 @@ def test_concurrent_threads_see_whole_shards_and_leave_nothing(seeds: list[int])
     assert users.faults == []
     store.clear([shard_id for shard_id, _ in users.known])
     for number in range(3):
-        store.pins.drop_peer(f"guest-{number}")
+        store.pins.drop_peer(f"peer-{number}")
     assert store.stats() == StorageStats(0, 0, 0, {}, arena.backed_bytes)
     assert arena.held_bytes == 0
     assert arena.backed_bytes <= MAX_BYTES
@@ -279,15 +279,15 @@ def test_concurrent_threads_see_whole_shards_and_leave_nothing(seeds: list[int])
 
 def test_lent_places_show_the_stored_bytes_and_are_pinned(store: OwnerStore) -> None:
     ids = [put(store, number) for number in range(3)]
-    places = store.pins.places(ids, "guest")
+    places = store.pins.places(ids, "peer")
     for number, place in enumerate(places):
         assert place.path.startswith(store.folder)
         assert (AttachedSegment(place.path).view(place.offset, place.num_bytes) == number).all()
     store.clear(ids)
     assert store.stats().retained_bytes == 300
-    store.pins.unpin(ids[:2], "guest")
+    store.pins.unpin(ids[:2], "peer")
     assert store.stats().retained_bytes == 100
-    store.pins.drop_peer("guest")
+    store.pins.drop_peer("peer")
     assert store.stats().retained_bytes == 0
 
 
@@ -328,10 +328,10 @@ def test_pins_are_released_one_by_one(store: OwnerStore) -> None:
 def test_an_unpinned_shard_is_freed_once(store: OwnerStore) -> None:
     shard_id = put(store, 1, PAGE_BYTES)
     seen = store.read(shard_id)
-    store.pins.places([shard_id], "guest")
+    store.pins.places([shard_id], "peer")
     store.clear([shard_id])
     del seen  # recorded now, and handled later
-    store.pins.unpin([shard_id], "guest")
+    store.pins.unpin([shard_id], "peer")
     assert store.stats().retained_bytes == 0
     ids = [put(store, number, PAGE_BYTES) for number in range(64)]
     assert [int(store.read(each).data[0]) for each in ids] == [*range(64)]
@@ -351,7 +351,7 @@ def test_if_one_shard_is_missing_none_is_pinned(store: OwnerStore) -> None:
     ids = [put(store, number % 256, 8) for number in range(600)]
     store.clear([ids[550]])
     with pytest.raises(ShardMissing) as raised:
-        store.pins.places(ids, "guest")
+        store.pins.places(ids, "peer")
     assert raised.value.shard_id == ids[550]
     store.clear(ids)
     assert store.stats().retained_bytes == 0
@@ -362,5 +362,5 @@ def test_private_memory_is_not_lent(tmp_path: Path) -> None:
     shard_id = put(store, 1)
     assert store.folder == ""
     with pytest.raises(TensorError, match="private memory"):
-        store.pins.places([shard_id], "guest")
+        store.pins.places([shard_id], "peer")
     assert (store.read(shard_id).data == 1).all()

@@ -170,7 +170,7 @@ def test_a_mistake_is_one_line_that_names_the_key(text: str, message: str) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_says_where_one_comes_from(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused_with_the_command_that_writes_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"No such file.*; `rollmesh scheduler init` writes one"):
         read_fleet(tmp_path / "scheduler.toml")
 

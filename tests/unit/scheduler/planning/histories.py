@@ -117,13 +117,25 @@ class History:
 
     # events
 
-    def happen(self) -> None:
+    def apply_random_event(self) -> None:
         """Let time pass, then apply one event."""
         self.state.now_s += self.rng.choice((0.0, 0.5, 3.0))
-        things = [self.ask, self.release, self.open_or_close, self.arrive, self.arrive]
-        things += [self.lose, self.find, self.admit_or_not, self.come_or_go, self.strike_node]
-        self.rng.choice(things)()
-        self._tidy()
+        events = [
+            self.ask,
+            self.release,
+            self.open_or_close_demand,
+            self.settle_some,
+            self.settle_some,
+        ]
+        events += [
+            self.lose_worker,
+            self.report_lost_workers,
+            self.admit,
+            self.add_or_remove_pipeline,
+            self.change_node,
+        ]
+        self.rng.choice(events)()
+        self._complete_releases()
 
     def ask(self) -> None:
         pipeline = self.pipeline()
@@ -145,7 +157,7 @@ class History:
         if cluster == GENERATION_CLUSTER:
             pipeline.demand = None
 
-    def open_or_close(self) -> None:
+    def open_or_close_demand(self) -> None:
         pipeline = self.pipeline()
         if pipeline and pipeline.demand:
             pipeline.demand = None
@@ -153,12 +165,12 @@ class History:
         elif pipeline:
             demand(self.state, pipeline.pipeline_id, self.rng.randint(0, 9))
 
-    def arrive(self) -> None:
+    def settle_some(self) -> None:
         for pipeline_id, worker in self.workers(*MOVING):
             if self.rng.random() < 0.6:
-                self._rest(pipeline_id, worker)
+                self._settle(pipeline_id, worker)
 
-    def lose(self) -> None:
+    def lose_worker(self) -> None:
         """Mark a worker as lost."""
         moving = self.workers(*MOVING, WorkerPhase.AWAKE)
         if moving:
@@ -166,7 +178,7 @@ class History:
             self.state.move_worker(pipeline_id, worker.rank, WorkerPhase.LOST)
             self.state.pipelines[pipeline_id].phase = PipelinePhase.QUARANTINED
 
-    def find(self) -> None:
+    def report_lost_workers(self) -> None:
         """Report lost workers."""
         for pipeline_id, worker in self.workers(WorkerPhase.LOST):
             owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
@@ -175,18 +187,18 @@ class History:
             phase = WorkerPhase.AWAKE if awake else WorkerPhase.ASLEEP
             self.state.move_worker(pipeline_id, worker.rank, phase)
 
-    def admit_or_not(self) -> None:
+    def admit(self) -> None:
         for phase in (PipelinePhase.QUARANTINED, PipelinePhase.REGISTERED):
             if pipeline := self.pipeline(phase):
                 pipeline.phase = PipelinePhase.ADMITTED
 
-    def come_or_go(self) -> None:
+    def add_or_remove_pipeline(self) -> None:
         if len(self.state.pipelines) < 5:
             self.add_pipeline().phase = PipelinePhase.REGISTERED
         elif pipeline := self.pipeline():
             pipeline.phase, pipeline.demand = PipelinePhase.LEAVING, None
 
-    def strike_node(self) -> None:
+    def change_node(self) -> None:
         node = self.rng.choice(list(self.state.nodes.values()))
         if node.phase is not NodePhase.UP:
             self.state.add_node(GpuNode(name=node.name, gpus=node.gpus))
@@ -201,7 +213,7 @@ class History:
         for node in list(self.state.nodes.values()):
             self.state.add_node(GpuNode(name=node.name, gpus=node.gpus))
         for pipeline_id, worker in self.workers(*MOVING):
-            self._rest(pipeline_id, worker)
+            self._settle(pipeline_id, worker)
         for pipeline_id, worker in self.workers(WorkerPhase.LOST):
             self.state.move_worker(pipeline_id, worker.rank, WorkerPhase.ASLEEP)
         for pipeline in self.state.pipelines.values():
@@ -210,14 +222,14 @@ class History:
             pipeline.releasing.update(dict.fromkeys(pipeline.holds, "release"))
             if not pipeline.spec.is_preemptible:
                 pipeline.demand = None
-        self._tidy()
+        self._complete_releases()
 
-    def _rest(self, pipeline_id: str, worker: GenerationWorker) -> None:
+    def _settle(self, pipeline_id: str, worker: GenerationWorker) -> None:
         is_waking = worker.phase is WorkerPhase.WAKING
         phase = WorkerPhase.AWAKE if is_waking else WorkerPhase.ASLEEP
         self.state.move_worker(pipeline_id, worker.rank, phase)
 
-    def _tidy(self) -> None:
+    def _complete_releases(self) -> None:
         """Complete what the service completes: releases and departures."""
         for pipeline_id, pipeline in list(self.state.pipelines.items()):
             if all(worker.phase is WorkerPhase.ASLEEP for worker in pipeline.workers):

@@ -37,7 +37,7 @@ def test_pipelines_train_apart_and_generate_together() -> None:
     assert second.clusters == {"actor_train": (2, 3)}
 
 
-def test_a_pipeline_goes_whole_to_the_emptiest_node_that_has_room() -> None:
+def test_a_pipeline_is_placed_whole_on_the_emptiest_node_with_room() -> None:
     state = fleet(4, 4, 2)
     add(state, "old", generation=range(4))
     assert spec_of(PlacementRequest(pipeline_id="p", generation=2, tp=2), state).generation == (

@@ -216,7 +216,7 @@ def test_plans_of_random_histories_are_valid_and_deterministic(
     """plan() proves each plan itself."""
     history = History(seed)
     for _ in range(40):
-        history.happen()
+        history.apply_random_event()
         before = copy.deepcopy(history.state)
         first = plan(history.state, policy)
         assert history.state == before, "a plan leaves the state as it is"
@@ -236,7 +236,7 @@ def test_once_all_faults_are_repaired_every_request_is_granted(
     """Each request needs a hold, and at most two wakes, before it is granted."""
     history = History(seed)
     for _ in range(40):
-        history.happen()
+        history.apply_random_event()
         carry_out(history.state, policy)
     leaving = {k for k, each in history.state.pipelines.items() if each.phase == "leaving"}
     keys = {k for k, each in history.state.requests.items() if each.pipeline_id not in leaving}

@@ -90,7 +90,7 @@ def test_no_claims_or_no_pools_give_no_gpus() -> None:
 
 NUM_POOLS, POOL_GPUS = 60, 8
 MAX_MEAN_ERROR = 0.1
-"""As a fraction of the GPUs that the claims have."""
+"""Upper bound on the mean error, as a fraction of the GPUs that the claims have."""
 
 
 class Market:

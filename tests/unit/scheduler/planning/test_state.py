@@ -275,9 +275,9 @@ class WideHistory(History):
             tp = self.rng.choice((1, 2))
             add(self.state, f"p{number}", gpus, tp, train=gpus[:3], rollouts_per_worker=1)
 
-    def come_or_go(self) -> None:
+    def add_or_remove_pipeline(self) -> None:
         """Open or close a demand, and request a cluster."""
-        self.open_or_close()
+        self.open_or_close_demand()
         pipeline = self.pipeline()
         asked = {each.pipeline_id for each in self.state.requests.values()}
         if pipeline and not pipeline.holds and pipeline.pipeline_id not in asked:
@@ -288,7 +288,7 @@ def run_events(history: History, num: int) -> None:
     """Apply `num` events; after each, the plan equals that with a new index."""
     state, policy = history.state, make_policy("fair")
     for _ in range(num):
-        history.happen()
+        history.apply_random_event()
         check_index(state)
         made = plan(state, policy)
         assert made == plan(with_new_index(state), policy)

@@ -212,16 +212,16 @@ def test_without_a_deadline_one_hung_engine_would_block_all_pipelines() -> None:
     assert harness.state("b-0") is QUEUED
 
 
-# W6: a release that comes while resizes are under way is not lost
+# W6: a release that comes while resizes are in progress is not lost
 
 
 class AcksAtOnce(TicketQueue):
     """The fault: every waiting release is answered with the next resize."""
 
     def settle_releases(self) -> None:
-        for pipeline_id, tenant in self._state.pipeline_records.items():
-            if tenant.releasing:
-                tenant.releasing = ""
+        for pipeline_id, record in self._state.pipeline_records.items():
+            if record.releasing:
+                record.releasing = ""
                 self._state.fleet.pipelines[pipeline_id].releasing.clear()
                 for ticket in self._open(pipeline_id, GENERATION_CLUSTER):
                     if ticket.gives_up:

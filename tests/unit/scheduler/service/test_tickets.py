@@ -179,7 +179,7 @@ def test_a_promise_without_a_waiter_is_withdrawn() -> None:
     assert harness.awake("a") == [0]  # its demand was never withdrawn
 
 
-def test_a_withdrawal_that_comes_after_the_grant_gives_it_back() -> None:
+def test_a_withdrawal_after_the_grant_releases_the_gpus() -> None:
     harness = SchedulerHarness()
     harness.pipeline("a")
     harness.train("a", "k")

@@ -327,7 +327,9 @@ def test_no_gpu_has_two_users_at_once(runs: list[tuple[Trace, str, SimulatedRun]
                 assert one.end_s <= then.start_s
 
 
-def test_a_switch_costs_what_the_trace_says(runs: list[tuple[Trace, str, SimulatedRun]]) -> None:
+def test_a_switch_takes_the_time_that_the_trace_gives(
+    runs: list[tuple[Trace, str, SimulatedRun]],
+) -> None:
     def of(use: GpuUse, done: SimulatedRun) -> list[Span]:
         return [each for each in done.spans if each.use is use]
 

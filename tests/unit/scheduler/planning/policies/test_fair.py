@@ -303,7 +303,7 @@ def test_the_victim_loses_the_fewest_kv_tokens() -> None:
     assert [op.rank for op in plan(state, Fair(QUICK)).ops if isinstance(op, Shrink)] == [2]
 
 
-def test_a_minimum_comes_before_weights_and_a_quota_ends_all() -> None:
+def test_a_minimum_precedes_weights_and_a_quota_limits_both() -> None:
     state = fleet(8)
     add(state, "a", range(8), weight=9.0)
     add(state, "b", range(8), min_gpus=4)
