@@ -26,7 +26,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def context() -> Iterator[RankContext]:
-    """Values shared with all ranks, here of one rank."""
+    """The context of a policy's only rank, in this process."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -38,7 +38,7 @@ def context() -> Iterator[RankContext]:
 
 @pytest.fixture
 def scheduler() -> Iterator[FakeScheduler]:
-    """A rank whose messages the test chooses."""
+    """A fake scheduler whose messages the test chooses."""
     scheduler = FakeScheduler()
     yield scheduler
     scheduler.hub.close()
@@ -46,7 +46,7 @@ def scheduler() -> Iterator[FakeScheduler]:
 
 @pytest.fixture
 def begin(tiny_folder: Path, tmp_path: Path) -> Iterator[TrainerIncarnations]:
-    """A new incarnation of one run's trainer, after the one before has ended."""
+    """Create a new incarnation of one run's trainer, after the previous one has ended."""
     incarnations = TrainerIncarnations(tiny_folder, tmp_path)
     yield incarnations
     incarnations.close()

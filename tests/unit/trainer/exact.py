@@ -23,7 +23,7 @@ LONG, SHORT = [1, 2, 3, 4, 5, 6], [1, 2, 7, 8]
 def recorded(
     folder: Path, token_ids: list[int], temperature: float = 1.0
 ) -> npt.NDArray[np.float64]:
-    """Log-probs of `token_ids` by transformers alone; 0 for the first."""
+    """Return the log-probs of `token_ids` by plain transformers; 0 for the first."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         logits = model(torch.tensor([token_ids])).logits[0].double() / temperature
@@ -49,7 +49,7 @@ def pair(folder: Path, temperature: float = 1.0, policy_version: int = 0) -> lis
 
 
 def two_groups(folder: Path, policy_version: int = 0) -> list[Sample]:
-    """A minibatch for each group."""
+    """Two groups of two rollouts, so that each can be a minibatch."""
     return [
         msgspec.structs.replace(sample, rollout_id=RolloutId(GroupId("r", seq), index))
         for seq in range(2)
@@ -59,7 +59,7 @@ def two_groups(folder: Path, policy_version: int = 0) -> list[Sample]:
 
 @contextlib.contextmanager
 def forwards() -> Iterator[list[int]]:
-    """The number of positions at which each forward of the model is read."""
+    """Yield a list that gets, for each forward of the model, its number of logit positions."""
     kept: list[int] = []
 
     def note(module: torch.nn.Module, _: object, output: CausalLMOutputWithPast) -> None:

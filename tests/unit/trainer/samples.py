@@ -12,7 +12,7 @@ from rollmesh.serve.client.samples import Sample, SampledRun
 def new_sample(
     token_ids: list[int], mask: list[int], seq: int = 0, index: int = 0, **fields: Any
 ) -> Sample:
-    """A sample; `fields` override log-probs of -1, version 0, reward 0, weight 1, temperature 1."""
+    """Make a sample; defaults are log-probs of -1, version 0, reward 0, weight 1, temperature 1."""
     loss_mask = np.array(mask, np.bool_)
     logprobs = np.array(fields.pop("logprobs", np.full(len(mask), -1.0)), np.float32)
     sampled_by = fields.pop("policy_version", 0)

@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
 
 @st.composite
 def sizes(draw: st.DrawFn) -> Sizes:
-    """Sizes in which groups need not fill a batch, and weights need not be published each step."""
+    """Sizes for which groups need not fill a batch, and weights need not be published each step."""
     bound = draw(st.integers(0, 3))
     return Sizes(
         batch=draw(st.integers(1, 9)),
@@ -124,7 +124,7 @@ class Run:
             self.m.step(StepPublished(self.to_publish.pop(0)))
 
     def go_on(self) -> None:
-        """Let one event happen."""
+        """Apply one random event."""
         self.ask()
         what = self.rng.random()
         if what < 0.6 and self.running:

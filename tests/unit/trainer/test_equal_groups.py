@@ -16,7 +16,7 @@ def train(incarnation: TrainerIncarnation, *rewards_of_groups: tuple[float, ...]
     thread = threading.Thread(target=incarnation.loop.run, args=[incarnation.recovery])
     thread.start()
     for rewards in rewards_of_groups:
-        group_id, task = incarnation.hear_ask()
+        group_id, task = incarnation.receive_ask()
         rollouts = [rollout(at, Outcome.COMPLETED, (1,)) for at in range(len(rewards))]
         for each, reward in zip(rollouts, rewards, strict=True):
             each.reward = reward

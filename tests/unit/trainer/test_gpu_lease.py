@@ -65,19 +65,19 @@ def gpus(scheduler: FakeScheduler, stop: threading.Event) -> Iterator[ScheduledG
 
 
 def release_all(gpus: ScheduledGpus) -> None:
-    """Once this is answered, all earlier messages were received."""
+    """Release all GPUs; the answer shows that all earlier messages were received."""
     gpus.release_all()
     gpus.close(PATIENCE_S)
 
 
 def asks(received: list[AnyMessage]) -> list[tuple[str, int]]:
-    """(cluster, rollouts to come) of each request, in order."""
+    """Return (cluster, rollouts to come) of each request, in order."""
     kinds = RequestGpus | NotifyReleaseThenRequestGpus
     return [(m.cluster, m.step_target_estimate) for m in received if isinstance(m, kinds)]
 
 
 def targets(received: list[AnyMessage]) -> list[tuple[str, int, int]]:
-    """(stream, target, completed) of progress, in order, as often as it changed."""
+    """Return (stream, target, completed) of each change of progress, in order."""
     reports = [m for m in received if isinstance(m, ReportProgress)]
     return [(each.stream, each.target, each.completed) for each in reports]
 
@@ -173,7 +173,7 @@ def test_a_demand_that_ended_without_a_grant_is_requested_again(
     stop: threading.Event,
     gpus: ScheduledGpus,
 ) -> None:
-    """The cluster was released meanwhile; the step still needs it."""
+    """The scheduler released the cluster meanwhile; the step still needs it."""
 
     def wait() -> None:
         may_go_on = gpus.may_train if cluster == TRAIN_CLUSTER else has_engines
@@ -332,7 +332,7 @@ def refuse(scheduler: FakeScheduler) -> None:
 
 @contextmanager
 def running(incarnation: TrainerIncarnation, scheduler: FakeScheduler) -> Iterator[None]:
-    """Run its loop on leased GPUs until it is stopped."""
+    """Run the loop on leased GPUs until it is stopped."""
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
         incarnation.parts.gpu_lease = ScheduledGpus(hooks, incarnation.stop)
         loop = threading.Thread(target=incarnation.loop.run, args=[incarnation.recovery])
@@ -354,7 +354,7 @@ def test_loop_requests_engines_first_and_trains_on_granted_gpus(
         assert demand.step_target_estimate == 5 * SAMPLES, "of max_staleness + 1 steps"
         assert not incarnation.pacer.lifecycle.open_ids
         scheduler.send_granted(demand.key, (2,))
-        group_id, task = incarnation.hear_ask()
+        group_id, task = incarnation.receive_ask()
         incarnation.finish(group_id, task.id)
         step = scheduler.expect(RequestGpus)
         assert (step.cluster, step.priority) == (TRAIN_CLUSTER, GpuPriority.ACTOR_TRAINING)
@@ -372,7 +372,7 @@ def test_stopped_loop_does_not_wait_for_gpus(
     incarnation = begin(JournalConfig())
     with running(incarnation, scheduler):
         with scheduler.granting(GENERATION_CLUSTER):
-            group_id, task = incarnation.hear_ask()
+            group_id, task = incarnation.receive_ask()
             incarnation.finish(group_id, task.id)
         asked = scheduler.expect(RequestGpus)
         assert asked.cluster == TRAIN_CLUSTER
@@ -395,7 +395,7 @@ def test_run_with_a_share_leases_its_gpus(scheduler: FakeScheduler, stop: thread
         gpu_lease.close(PATIENCE_S)
 
 
-class NotedHooks(PipelineHooks):
+class RecordingHooks(PipelineHooks):
     """Records messages about the trainer's GPUs in `received`, in order."""
 
     def __init__(self, scheduler: str, pipeline_id: str) -> None:
@@ -409,7 +409,7 @@ class NotedHooks(PipelineHooks):
         super().send(message)
 
 
-class Guest:
+class RecordingState:
     """State on the trainer's GPUs that records when it moves."""
 
     def __init__(self, received: list[object]) -> None:
@@ -423,14 +423,14 @@ class Guest:
 
 
 class StaysOnGpus(ScheduledGpus):
-    """The fault: what it trains stays where it is when the GPUs are given up."""
+    """A fault: the trainer's state stays on the GPUs when they are released."""
 
     def attach(self, offloadable: Offloadable) -> None:
         del offloadable
 
 
 def was_alone(received: list[object]) -> bool:
-    """Whether nothing of it was on GPUs that were not granted, or not any more."""
+    """Return whether the state was on the GPUs only while they were granted."""
     is_granted = is_on = False
     for each in received:
         match each:
@@ -453,12 +453,12 @@ def test_policy_is_offloaded_from_gpus_that_the_run_does_not_hold(
     kind: type[ScheduledGpus], is_next_there: bool, scheduler: FakeScheduler
 ) -> None:
     """Messages are recorded in order, between the events on the GPUs."""
-    with closing(NotedHooks(scheduler.hub.address, "p")) as hooks, scheduler.granting(*ALL):
+    with closing(RecordingHooks(scheduler.hub.address, "p")) as hooks, scheduler.granting(*ALL):
         received = hooks.received
         gpus = kind(hooks, threading.Event())
         assert gpus.acquire()
         received += ["granted", "built"]
-        gpus.attach(Guest(received))
+        gpus.attach(RecordingState(received))
         gpus.release_until_step()
         for step in range(2):
             while not gpus.may_request(step, 8):
@@ -475,7 +475,7 @@ def test_policy_is_offloaded_from_gpus_that_the_run_does_not_hold(
 
 
 def nowhere(tmp_path: Path) -> Config:
-    """A run whose model cannot be loaded, so that any attempt is noticed."""
+    """A run whose model cannot be loaded, so that an attempt raises."""
     return Config(model=ModelConfig(path=str(tmp_path / "none")))
 
 

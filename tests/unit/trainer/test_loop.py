@@ -85,9 +85,7 @@ NUM_STEPS = 5
 
 
 class WatchedRecords(RunRecords):
-    """A journal that keeps weak references to the arrays written: the collector does not know
-    those.
-    """
+    """Records that keep weak references to the arrays of written samples."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, SystemClock())
@@ -101,7 +99,7 @@ class WatchedRecords(RunRecords):
 
 
 class WatchedPolicy(Policy):
-    """Records after each step how many of all written arrays are still referenced."""
+    """A policy that counts, after each step, how many written arrays are still referenced."""
 
     def __init__(self, config: Config, records: WatchedRecords) -> None:
         super().__init__(config.model.path, config.trainer)
@@ -246,7 +244,7 @@ def test_trained_and_dropped_groups_are_garbage_collected(site: Site) -> None:
 
 @contextmanager
 def running(incarnation: TrainerIncarnation) -> Iterator[None]:
-    """Run its loop until it is stopped."""
+    """Run the loop until it is stopped."""
     thread = threading.Thread(target=incarnation.loop.run, args=[incarnation.recovery])
     thread.start()
     try:
@@ -264,9 +262,9 @@ def test_evaluation_ends_although_it_fills_the_journal(
     incarnation = begin(SMALL, f"trainer.eval_rollouts={num_rollouts}")
     with running(incarnation):
         for _ in range(num_rollouts):
-            group_id, task = incarnation.hear_ask()
+            group_id, task = incarnation.receive_ask()
             incarnation.finish(group_id, task.id, (Outcome.COMPLETED,))
-        incarnation.hear_ask()  # the first that trains
+        incarnation.receive_ask()  # the first that trains
     assert incarnation.tally.reward_untrained == 0.0
     again = begin(SMALL, "trainer.eval_rollouts=3")
     assert (again.tally.num_evals, again.pacer.lifecycle.num_measuring) == (num_rollouts, 0)
@@ -279,7 +277,7 @@ def test_evaluation_continues_after_a_checkpoint_during_it(
 ) -> None:
     incarnation = begin(ROOMY, "trainer.eval_rollouts=4")
     assert not incarnation.pacer.measure(4)
-    asked = [incarnation.hear_ask() for _ in range(4)]
+    asked = [incarnation.receive_ask() for _ in range(4)]
     for group_id, task in asked[:2]:
         incarnation.finish(group_id, task.id, (Outcome.COMPLETED,))
         incarnation.pacer.collect(PATIENCE_S)
@@ -302,13 +300,13 @@ def test_an_evaluation_that_ended_before_a_step_is_reported_without_a_checkpoint
 ) -> None:
     incarnation = begin(ROOMY, "trainer.eval_rollouts=2")
     assert not incarnation.pacer.measure(2)
-    for group_id, task in [incarnation.hear_ask() for _ in range(2)]:
+    for group_id, task in [incarnation.receive_ask() for _ in range(2)]:
         incarnation.finish(group_id, task.id, (Outcome.COMPLETED,))
         incarnation.pacer.collect(PATIENCE_S)
     incarnation.take_step(0)
     again = begin(ROOMY, f"trainer.eval_rollouts={eval_rollouts}")
     with running(again):
-        again.hear_ask()
+        again.receive_ask()
     assert (again.tally.reward_untrained, again.tally.measured) == (0.0, [])
     steps = [(row["step"], row.get("reward_untrained")) for row in again.rows("metrics.jsonl")]
     assert steps == [(-1, 0.0), (0, None)]
@@ -321,13 +319,13 @@ def test_run_that_began_without_an_evaluation_continues_without_one(
     incarnation.take_step(0)
     again = begin(ROOMY, "trainer.eval_rollouts=2")
     with running(again):
-        again.hear_ask()
+        again.receive_ask()
     assert (again.tally.reward_untrained, again.tally.num_evals) == (None, 0)
     assert [row["step"] for row in again.rows("metrics.jsonl")] == [0]
 
 
 class FillingRoom(LocalAllocator):
-    """Call a function when the batch of the second step is taken."""
+    """An allocator that calls a function when the batch of the second step is taken."""
 
     def __init__(self, fill: Callable[[], object]) -> None:
         self.is_full = threading.Event()
@@ -354,7 +352,7 @@ def test_a_checkpoint_is_settled_while_a_full_disk_refuses_a_note(
         incarnation.policy.may_be_written = allocator.is_full.is_set
         with running(incarnation):
             for _ in range(2):
-                group_id, task = incarnation.hear_ask()
+                group_id, task = incarnation.receive_ask()
                 incarnation.finish(group_id, task.id)
             assert incarnation.checkpoints.are_durable.wait(PATIENCE_S)
             incarnation.checkpoints.are_durable.clear()
@@ -385,7 +383,7 @@ def test_a_checkpoint_that_fails_is_removed_while_a_full_disk_refuses_rows(
         incarnation.policy.may_be_written = finds_no_room
         with running(incarnation):
             for _ in range(2):
-                group_id, task = incarnation.hear_ask()
+                group_id, task = incarnation.receive_ask()
                 incarnation.finish(group_id, task.id)
             assert incarnation.checkpoints.are_durable.wait(PATIENCE_S), "it went on"
     assert [each["event"] for each in logs if each["log_level"] == "error"] == [
@@ -408,7 +406,7 @@ def test_run_pauses_while_the_disk_has_no_space_for_weights(
             has_refused.clear()
             assert has_refused.wait(PATIENCE_S), "it is tried again"
             full.close()
-            incarnation.hear_ask()
+            incarnation.receive_ask()
     assert [each["event"] for each in logs].count("weights.wait") == 1
     assert [path.name for path in folder.iterdir()] == ["v000001.part"]
 
@@ -438,7 +436,7 @@ def test_a_trainer_that_is_killed_after_a_step_leaves_its_counts(
 
     thread = threading.Thread(target=train)
     thread.start()
-    group_id, task = incarnation.hear_ask()
+    group_id, task = incarnation.receive_ask()
     incarnation.finish(group_id, task.id)
     thread.join(PATIENCE_S)
     assert ends
@@ -456,6 +454,6 @@ def test_a_stopped_trainer_leaves_its_counts_before_it_saves(begin: TrainerIncar
 
     incarnation.policy.may_be_written = note
     with running(incarnation):
-        incarnation.hear_ask()
+        incarnation.receive_ask()
     assert found
     assert all(found)

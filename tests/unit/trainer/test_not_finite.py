@@ -36,7 +36,7 @@ def overflowing(folder: Path) -> list[Sample]:
 
 @pytest.fixture
 def broken_folder(tiny_folder: Path, tmp_path: Path) -> Path:
-    """A model with one weight that is no number."""
+    """A model with one weight that is NaN."""
     folder = tmp_path / "broken"
     folder.mkdir()
     for path in tiny_folder.iterdir():
@@ -90,7 +90,7 @@ def test_weights_that_are_not_finite_are_neither_published_nor_saved(
 
 
 def train(incarnation: TrainerIncarnation, num_groups: int) -> list[BaseException]:
-    """Run the loop on groups whose gradient is not finite, to its end; what ended it."""
+    """Run the loop to its end on groups whose gradient is not finite; return the error."""
     ends: list[BaseException] = []
 
     def run() -> None:
@@ -102,7 +102,7 @@ def train(incarnation: TrainerIncarnation, num_groups: int) -> list[BaseExceptio
     thread = threading.Thread(target=run)
     thread.start()
     for _ in range(num_groups):
-        group_id, task = incarnation.hear_ask()
+        group_id, task = incarnation.receive_ask()
         rollouts = [rollout(at, Outcome.COMPLETED, (1,)) for at in range(2)]
         rollouts[0].reward, rollouts[1].reward = -1e30, 1e30
         record = GroupRecord(task=Task(id=task.id), rollouts=rollouts)

@@ -143,7 +143,8 @@ FAST = msgspec.structs.replace(
 def test_tokens_of_the_current_weights_need_no_extra_forward(
     proximal: ProximalRule, tiny_folder: Path
 ) -> None:
-    """Their recording is that; the step is the one that recomputes, a forward cheaper."""
+    """Their recorded log-probs are the proximal ones, so the step equals one that recomputes
+    them."""
     reports, samples = [], two_groups(tiny_folder)
     for rule, num_forwards in (("recompute", 4), (proximal, 2)):
         policy = Policy(str(tiny_folder), msgspec.structs.replace(FAST, proximal=rule))
@@ -233,7 +234,7 @@ def test_step_without_samples_changes_nothing_and_reports_it(tiny_folder: Path) 
 
 
 class Others(SingleRank):
-    """Other ranks: one of them has `most` to do, and each sum is larger by what they have."""
+    """Other ranks: one of them has `most` batches, and `sums` is added to each sum."""
 
     def __init__(self, most: int = 1, sums: float = 0.0) -> None:
         self._most = most

@@ -134,7 +134,7 @@ def test_auto_is_cuda_where_each_rank_has_a_gpu(
 
 
 def warned(num_parameters: int, device: str, **trainer: object) -> list[str]:
-    """Events of the warnings for a model of this size."""
+    """Return the events of the warnings for a model of this size."""
     config = Config(
         trainer=TrainerConfig(**trainer),  # type: ignore[arg-type] # spelled out by the tests
         engine=EngineConfig(urls=("http://a",)),

@@ -175,7 +175,7 @@ async def test_close_waits_for_a_publication_that_can_end(tmp_path: Path) -> Non
 
 
 class StuckTransport:
-    """A transport that never ends, and would then have to store the file."""
+    """A transport whose load never ends; a cancelled load records whether its engine is paused."""
 
     name = "stuck"
 
@@ -188,7 +188,7 @@ class StuckTransport:
     async def begin(
         self, payload: Payload, clients: Sequence[EngineBackend], timeout_s: float
     ) -> None:
-        """Nothing is needed before."""
+        """Do nothing."""
 
     async def load(self, client: EngineBackend, _cargo: Payload, _timeout_s: float) -> None:
         try:
@@ -200,10 +200,10 @@ class StuckTransport:
         raise EngineUnavailable("too late")
 
     async def finish(self) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 async def test_engine_resumes_only_after_its_undone_load_has_stopped(

@@ -19,7 +19,7 @@ def train(incarnation: TrainerIncarnation, *groups: tuple[Scored, ...]) -> list[
     thread = threading.Thread(target=incarnation.loop.run, args=[incarnation.recovery])
     thread.start()
     for scored in groups:
-        group_id, task = incarnation.hear_ask()
+        group_id, task = incarnation.receive_ask()
         rollouts = [rollout(at, Outcome.COMPLETED, (1,)) for at in range(len(scored))]
         for each, (reward, metrics) in zip(rollouts, scored, strict=True):
             each.reward, each.metrics = reward, metrics

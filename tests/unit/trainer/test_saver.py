@@ -36,7 +36,7 @@ def test_full_journal_is_freed_of_groups_that_failed_before_a_death(
 
 
 def assert_none_is_made(incarnation: TrainerIncarnation) -> None:
-    """The journal is full of a step that is not trained yet."""
+    """Assert that a journal which is full of an untrained step forces no checkpoint."""
     assert incarnation.client.is_journal_full
     incarnation.saver.poll(0)
     assert not incarnation.checkpoints.is_writing
@@ -54,7 +54,7 @@ def test_groups_in_the_newest_checkpoint_do_not_force_another(
 
 
 def checkpoints_of(incarnation: TrainerIncarnation) -> list[str]:
-    """Names of the checkpoints, the oldest first."""
+    """Return the names of the checkpoints, oldest first."""
     return sorted(path.name for path in incarnation.checkpoints.folder.iterdir())
 
 

@@ -283,7 +283,7 @@ def test_unknown_groups_change_nothing(event: GroupArrived | GroupEnded) -> None
 
 @pytest.fixture
 def hasty_threads() -> Iterator[None]:
-    """Groups and steps take turns as often as possible."""
+    """Make threads switch as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

@@ -55,11 +55,11 @@ class Killed(Exception):
 
 
 class KilledHard(BaseException):
-    """End a process as a signal does: nothing is written."""
+    """Raised to end an incarnation as a signal does: nothing is written."""
 
 
-class MortalPolicy(Policy):
-    """A policy that may die in a step or after it, and whose checkpoints may take long."""
+class FailingPolicy(Policy):
+    """A policy that may raise in a step or after it, and whose checkpoints may take long."""
 
     dies_in_step = -1
     raises_in_steps: Mapping[int, BaseException] = {}
@@ -85,7 +85,7 @@ class MortalPolicy(Policy):
         return self.may_be_written() and super().is_snapshot_written()
 
 
-class ToldCheckpoints(CheckpointStore):
+class NotifyingCheckpoints(CheckpointStore):
     """Checkpoints that notify the test when one is durable."""
 
     def __init__(self, folder: Path) -> None:
@@ -100,7 +100,7 @@ class ToldCheckpoints(CheckpointStore):
 
 
 class TrainerIncarnation:
-    """A trainer without its mesh, which continues from the contents of the folder."""
+    """One trainer without a mesh, which continues from the contents of the run folder."""
 
     def __init__(
         self,
@@ -113,14 +113,14 @@ class TrainerIncarnation:
         self.folder = folder
         self.router = router
         self.client = RolloutClient(router.hub.address, journal, folder, keep=True)
-        self.checkpoints = ToldCheckpoints(folder)
+        self.checkpoints = NotifyingCheckpoints(folder)
         with ExitStack() as undo:
             undo.callback(self.client.close)
             revival = find_resume_point(self.client, self.checkpoints)
             undo.pop_all()
         self.recovery = revival.recovery
         self.client.start(self.recovery.saved)
-        self.policy = MortalPolicy(config.model.path, config.trainer)
+        self.policy = FailingPolicy(config.model.path, config.trainer)
         self.records = RunRecords(folder, SystemClock(), revival.covered)
         self.tally = restored_tally(config, revival)
         num_tasks = self.recovery.num_tasks
@@ -148,23 +148,23 @@ class TrainerIncarnation:
         self.saver.resume_from(self.recovery.saved)
 
     def end(self) -> None:
-        """End it as kill -9 does: nothing more is saved."""
+        """End the incarnation as kill -9 does: nothing more is saved."""
         self.client.close()
         self.records.close()
         self._background.close()
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Rows of a record file, without the times at which they were written."""
+        """Return the rows of a record file without their times."""
         self.records.flush()
         lines = (self.folder / name).read_bytes().splitlines()
         return [msgspec.json.decode(line, type=dict[str, Any]) | {"time_s": 0} for line in lines]
 
     def next_ask(self) -> GroupId:
         self.pacer.ask(num_needed=1)
-        return self.hear_ask()[0]
+        return self.receive_ask()[0]
 
-    def hear_ask(self) -> tuple[GroupId, Task]:
-        """The next request to the mesh."""
+    def receive_ask(self) -> tuple[GroupId, Task]:
+        """Return the next request to the mesh."""
         _, ask, packet = self.router.expect(AskGroup)
         return ask.group_id, decode_ask(packet.body).task
 
@@ -180,14 +180,14 @@ class TrainerIncarnation:
         policy_versions: tuple[int, ...] = (0,),
         reason: str = "",
     ) -> None:
-        """Deliver a result; an incomplete one if there is a reason for it."""
+        """Deliver a result; an incomplete one if `reason` is given."""
         rollouts = [rollout(at, outcome, policy_versions) for at, outcome in enumerate(outcomes)]
         self.deliver(group_id, GroupRecord(task=Task(id=task_id), rollouts=rollouts, reason=reason))
 
     def deliver(
         self, group_id: GroupId, record: GroupRecord, logprobs: tuple[float, ...] = LOGPROBS
     ) -> None:
-        """Deliver it as a worker does, with these log-probs in each of its rollouts."""
+        """Deliver a result as a worker does, with these log-probs in each rollout."""
         num, worker = len(record.rollouts), Dialer(self.client.address, "w1")
         token_ids = np.array((PROMPT + ANSWER) * num, np.int32).tobytes()
         recorded = np.array(logprobs * num, np.float32).tobytes()
@@ -197,11 +197,11 @@ class TrainerIncarnation:
         worker.close()
 
     def train(self, step: int) -> None:
-        """The whole state, without the weights."""
+        """Train a step: change the whole state except the weights."""
         self.pacer.trained(self.take_step(step))
 
     def take_step(self, step: int) -> Batch:
-        """Request its batch, receive it, and record that it is trained."""
+        """Request a batch, receive it, and record that it is trained."""
         self.finish(self.next_ask())
         self.pacer.collect(PATIENCE_S)
         batch = self.pacer.take(step)
@@ -211,7 +211,7 @@ class TrainerIncarnation:
 
 
 class TrainerIncarnations:
-    """Return a new incarnation, after the one before is over; `config` is the run's."""
+    """Makes an incarnation after ending the previous one; `config` is the run's."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._settings = [
@@ -231,7 +231,7 @@ class TrainerIncarnations:
     def __call__(
         self, journal: JournalConfig, *settings: str, allocator: LocalAllocator | None = None
     ) -> TrainerIncarnation:
-        """The run's settings with these over them."""
+        """Begin with the run's settings, overridden by these."""
         if self._life:
             self._life.end()
             self._life = None

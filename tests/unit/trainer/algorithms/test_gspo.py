@@ -33,7 +33,7 @@ def terms() -> TokenTerms:
 
 
 def reference(settings: TrainerConfig) -> tuple[float, list[float]]:
-    """(loss, gradient), sequence by sequence, from the formulas of the paper and of loss.py."""
+    """Return loss and gradient, computed sequence by sequence from the paper's formulas."""
     loss, gradient = 0.0, [0.0] * len(SAMPLES)
     for sample in set(SAMPLES):
         tokens = [n for n, each in enumerate(SAMPLES) if each == sample]

@@ -43,7 +43,7 @@ def trained(folder: Path, num_steps: int = 3, **more: Any) -> Policy:
 
 
 def probed(folder: Path, token_ids: tuple[int, ...]) -> list[float]:
-    """Load it by transformers alone."""
+    """Return the log-probs that plain transformers computes from the folder."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         logits = model(torch.tensor([token_ids])).logits[0, :-1]
@@ -93,7 +93,7 @@ def test_merged_weights_give_the_logprobs_of_the_adapted_model(
 def test_adapter_folder_applied_by_the_formula_gives_the_adapted_logprobs(
     where: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Merged here in float64 from the two files, by PEFT's names."""
+    """The test merges the two files itself, in float64 and by PEFT's names."""
     policy = trained(tiny_folder)
     assert policy.export(tmp_path / "v000007", 7) == ()
     policy.save(tmp_path / "checkpoint")
@@ -120,7 +120,7 @@ def test_adapter_folder_applied_by_the_formula_gives_the_adapted_logprobs(
 def test_adapter_folder_has_exactly_the_files_that_engines_need(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """With tokens or weights beside it, SGLang would refuse it."""
+    """SGLang refuses a folder that also has added tokens or weights."""
     policy = Policy(str(tiny_folder), SETTINGS)
     policy.export(tmp_path / "v1", 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v1"]

@@ -22,7 +22,7 @@ SETTINGS = TrainerConfig(clip_low=0.2, clip_high=0.3, max_importance_weight=2.0)
 
 
 def terms(current: list[float], **given: list[float]) -> TokenTerms:
-    """Tokens with weight 1; proximal and recorded equal current unless given."""
+    """Terms of tokens with weight 1; proximal and recorded default to current."""
     fields = {name: torch.tensor(values) for name, values in given.items()}
     ones = torch.ones(len(current))
     defaults: dict[str, Any] = {

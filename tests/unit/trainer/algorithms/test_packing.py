@@ -229,7 +229,8 @@ WINDOW = 5
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Two ranks that wait for each other over little work cost more CPU than the work."""
+    """Use one thread: two ranks that wait for each other over little work cost more CPU than the
+    work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -237,7 +238,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def new_qwen(num_kv_heads: int = 2, window: int | None = None) -> PreTrainedModel:
-    """Double precision, with weights large enough that every position attends to all."""
+    """A model in double precision, with weights so large that every position attends to all."""
     torch.manual_seed(0)
     config = Qwen3Config(
         **SMALL,
@@ -273,7 +274,7 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:
 
 
 def loss_of(logits_KV: Tensor, scale_K: Tensor) -> Tensor:
-    """An attention that weighs every position differently."""
+    """A loss under which every position has a different gradient."""
     return (torch.log_softmax(logits_KV, -1)[:, 3] * scale_K).sum()
 
 
@@ -300,7 +301,7 @@ def test_packed_sequences_have_the_logits_and_gradients_of_each_alone(
 
 
 def new_granite() -> PreTrainedModel:
-    """An attention that scales its scores otherwise than by the width of a head."""
+    """A model that scales its attention scores by another factor than the width of a head."""
     config = GraniteConfig(
         **SMALL, num_key_value_heads=2, attention_multiplier=0.9, initializer_range=0.3
     )
@@ -329,8 +330,8 @@ def test_no_mask_is_built_for_packed_sequences() -> None:
     assert seen == [None, None]
 
 
-class Frank(Qwen3ForCausalLM):  # type: ignore[misc]  # transformers is untyped
-    """A model that computes the logits of all positions, whether they are wanted or not."""
+class AllLogitsModel(Qwen3ForCausalLM):  # type: ignore[misc]  # transformers is untyped
+    """A model that always computes the logits of all positions."""
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
         output: CausalLMOutputWithPast = super().forward(input_ids, **kwargs)
@@ -341,9 +342,9 @@ def test_model_without_logits_to_keep_gives_the_kept_logits() -> None:
     _, ours = qwen_twins(2, None)
     starts, kept = [0, 4, 8, 17], torch.tensor([0, 7, 16])
     expected = packed_logits(ours, tokens_of([17]), starts, kept)
-    frank = Frank(ours.config).double().eval()
-    frank.load_state_dict(ours.state_dict())
-    logits_KV = packed_logits(frank, tokens_of([17]), starts, kept)
+    all_logits = AllLogitsModel(ours.config).double().eval()
+    all_logits.load_state_dict(ours.state_dict())
+    logits_KV = packed_logits(all_logits, tokens_of([17]), starts, kept)
     assert (logits_KV - expected).abs().max() < 1e-9
 
 

@@ -160,7 +160,7 @@ def test_importance_without_weight_is_zero_and_without_tokens_is_none(weights: l
 
 
 class Twice(SingleRank):
-    """Two ranks: the other has seen tokens of one age more, and otherwise the same."""
+    """Two ranks: the other one has seen one more age, and the same tokens otherwise."""
 
     def max(self, value: float) -> float:
         return value + 1

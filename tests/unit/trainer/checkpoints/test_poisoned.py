@@ -33,7 +33,8 @@ def overflow() -> OverflowError:
 
 
 def run(incarnation: TrainerIncarnation, num_groups: int) -> list[BaseException]:
-    """Run the train loop and deliver so many groups; return what ended it, if anything."""
+    """Run the train loop, deliver `num_groups` groups, and return the error that ended it, if
+    any."""
     ends: list[BaseException] = []
 
     def train() -> None:
@@ -45,7 +46,7 @@ def run(incarnation: TrainerIncarnation, num_groups: int) -> list[BaseException]
     thread = threading.Thread(target=train)
     thread.start()
     for _ in range(num_groups):
-        group_id, task = incarnation.hear_ask()
+        group_id, task = incarnation.receive_ask()
         incarnation.finish(group_id, task.id)
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
@@ -140,7 +141,7 @@ def test_being_killed_after_a_redone_step_is_no_fault_of_the_step(
 
 
 def deaths_after(*entries: AnyEntry) -> dict[int, tuple[str, ...]]:
-    """Deaths in steps that a journal with these entries reports."""
+    """Return the deaths in steps that a journal with these entries reports."""
     chronicle = JournalState()
     group_id = GroupId("r", 0)
     for at, entry in enumerate((GroupKept(group_id, 1, "w"), StepTaken(0, (group_id,)), *entries)):
@@ -149,7 +150,7 @@ def deaths_after(*entries: AnyEntry) -> dict[int, tuple[str, ...]]:
 
 
 def test_only_deaths_of_one_launch_count_together() -> None:
-    """A run that its operator stops hard and resumes three times loses nothing."""
+    """A user may kill and resume a run three times without losing a step."""
     apart = deaths_after(*[StepBegun(0, launch) for launch in range(10)])
     assert [poison_reason(each) for each in apart.values()] == [""]
     alike = deaths_after(*[StepBegun(0, 7)] * MAX_KILLS)

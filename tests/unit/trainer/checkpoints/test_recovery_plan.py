@@ -40,7 +40,7 @@ from tests.unit.trainer.trainer_incarnations import (
 def begins(
     due: CheckpointSchedule, num_gone: int = 0, now_s: float = 0.0, is_full: bool = False
 ) -> bool:
-    """Return whether a checkpoint was due; it is begun then."""
+    """Return whether a checkpoint was due, and begin it."""
     is_now = due.is_now(num_gone, now_s, is_full=is_full)
     if is_now:
         due.begun(now_s)
@@ -109,7 +109,7 @@ def open_ask(seq: int, *, asked_step: int = 0, is_eval: bool = False) -> OpenAsk
 
 
 def history() -> History:
-    """Steps 2 and 3 were taken, and version 3 named, after the checkpoint of 2 steps."""
+    """A journal in which steps 2 and 3, and version 3, are later than the checkpoint of 2 steps."""
     return History(
         saved=StateSaved(2, 2, {"r1": [(0, 4)]}),
         steps=(StepTaken(2, (group(5), group(4))), StepTaken(3, (group(6), group(7)))),
@@ -231,7 +231,7 @@ def test_evaluations_that_are_open_do_not_count() -> None:
     assert manager.running == NUM_ROLLOUTS
 
 
-def live_through_all_kinds_of_ends(incarnation: TrainerIncarnation) -> None:
+def run_to_failed_rollouts(incarnation: TrainerIncarnation) -> None:
     """Run to a step that takes two groups, each with a failed rollout."""
     incarnation.pacer.publishing(1, 1)
     incarnation.client.note_published(1, 1)
@@ -245,12 +245,12 @@ def live_through_all_kinds_of_ends(incarnation: TrainerIncarnation) -> None:
     )
     for how in ends:
         incarnation.pacer.ask(num_needed=1)
-        group_id, task = incarnation.hear_ask()
+        group_id, task = incarnation.receive_ask()
         incarnation.finish(group_id, task.id, **how)
         incarnation.pacer.collect(PATIENCE_S)
     incarnation.pacer.ask(num_needed=3)
     for policy_version in (0, 1, 1):
-        group_id, task = incarnation.hear_ask()
+        group_id, task = incarnation.receive_ask()
         outcomes = (Outcome.COMPLETED, Outcome.AGENT_ERROR)
         incarnation.finish(group_id, task.id, outcomes, policy_versions=(policy_version,))
         incarnation.pacer.collect(PATIENCE_S)
@@ -279,7 +279,7 @@ def test_drops_of_a_trainer_that_was_killed_are_those_of_one_that_was_not(
     begin: TrainerIncarnations, later: str
 ) -> None:
     incarnation = begin(ROOMY, "trainer.stale_policy=requeue")
-    live_through_all_kinds_of_ends(incarnation)
+    run_to_failed_rollouts(incarnation)
     drops, tally = drops_of(incarnation), incarnation.tally
     reasons = collections.Counter(str(row["reason"]).partition(":")[0] for row in drops.values())
     assert reasons == {
@@ -303,7 +303,7 @@ def test_stale_task_is_requested_again_once_whichever_process_dies(
 ) -> None:
     requeue = "trainer.stale_policy=requeue"
     incarnation = begin(ROOMY, requeue)
-    live_through_all_kinds_of_ends(incarnation)
+    run_to_failed_rollouts(incarnation)
     [waiting] = incarnation.pacer.lifecycle.to_ask_again
     if is_saved:
         incarnation.saver.save(6)
@@ -313,7 +313,7 @@ def test_stale_task_is_requested_again_once_whichever_process_dies(
     incarnation.pacer.publishing(2, 6)
     incarnation.pacer.published(6)
     incarnation.pacer.ask(num_needed=1)
-    group_id, task = incarnation.hear_ask()
+    group_id, task = incarnation.receive_ask()
     assert task == waiting.task
     incarnation = begin(ROOMY, requeue)
     assert incarnation.pacer.lifecycle.request(group_id) == GroupRequest(task, waiting.again)

@@ -64,7 +64,7 @@ class Trained:
 
 
 def same(some: list[Tensor], others: list[Tensor]) -> bool:
-    """Compare bit by bit."""
+    """Return whether all values are equal bit by bit."""
     return len(some) == len(others) and all(map(torch.equal, some, others))
 
 

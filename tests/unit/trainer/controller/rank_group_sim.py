@@ -48,7 +48,7 @@ GIVE_UP_S = 300.0
 
 
 class SimRank:
-    """One rank, as its process would behave."""
+    """One simulated rank process."""
 
     def __init__(self, number: int, chance: random.Random, trouble: float) -> None:
         self.number = number
@@ -82,11 +82,12 @@ class SimRank:
             self.send(RankBeat(self.number, self.ended_step, self._num_delivered))
 
     def send(self, message: RankMessage) -> None:
-        """Count the message, whether it arrives or not."""
+        """Queue the message; it is counted even if the network loses it."""
         self.outbox.append(message)
 
     def take_sent(self) -> RankMessage:
-        """The next message to be delivered; its number of predecessors is counted only now."""
+        """Return the next message to deliver; a beat gets its count of earlier messages only
+        now."""
         message = self.outbox.popleft()
         if isinstance(message, RankBeat):
             message = RankBeat(self.number, message.ended_step, self._num_delivered)
@@ -138,7 +139,7 @@ class Sim:
         self.ranks = [SimRank(n, self._chance, trouble) for n in range(num_ranks)]
 
     def run(self, num_calls: int) -> None:
-        """Make calls and queries at random, until all have ended or nothing ever will."""
+        """Make random calls and queries until all have ended or no more progress is possible."""
         waiting: list[Event] = [
             CallRequested(n, "a", "b", n, (b"x",) * len(self.ranks)) for n in range(num_calls)
         ]

@@ -204,14 +204,14 @@ def test_rows_that_are_already_split_are_kept_with_equal_weights(uneven: Uneven)
 
 @st.composite
 def _dealable(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
-    """Lengths, groups in any order, and a number of heads."""
+    """Random lengths, groups in any order, and a number of heads."""
     groups = draw(st.lists(st.integers(0, 7), min_size=1, max_size=40))
     lengths = draw(st.lists(st.integers(0, 9999), min_size=len(groups), max_size=len(groups)))
     return lengths, groups, draw(st.integers(1, 6))
 
 
 def _groups_of(share: HeadShare, groups: list[int]) -> list[int]:
-    """The groups in a share, each as often as its rows come together."""
+    """The groups in a share, once for each run of neighbouring rows."""
     found: list[int] = []
     for place, row in enumerate(share.rows):
         is_new = (

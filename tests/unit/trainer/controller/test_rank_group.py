@@ -292,7 +292,7 @@ def made(call_id: int, num_ranks: int = 2) -> CallRequested:
 
 
 def stage(calls: RankCalls, call_id: int, *errors: str) -> list[CallAction]:
-    """Every rank reports that it is staged, or why not."""
+    """Report from every rank that the call is staged, or why not."""
     return [
         action
         for rank, error in enumerate(errors)
@@ -307,7 +307,7 @@ def end(
 
 
 def started() -> RankCalls:
-    """A group with call 1 of two ranks running."""
+    """A group whose two ranks are running call 1."""
     calls = RankCalls(2, SETTLE_S)
     list(calls.make(made(1), 3))
     stage(calls, 1, "", "")

@@ -37,12 +37,12 @@ def handle(number: int, owner: str) -> RTensor:
     return RTensor(number, owner, UNTAGGED, "int32", (1,), 4)
 
 
-def told_by(rank: int, num_cleared: int = 0, error: str = "") -> TensorsReported:
+def reported_by(rank: int, num_cleared: int = 0, error: str = "") -> TensorsReported:
     return TensorsReported(rank, 1, 0, num_cleared, HeldTensors(), HeldTensors(), error)
 
 
 class Ranks:
-    """Two ranks that give the test's answers, one after the other."""
+    """Two ranks that give the test's answers in turn."""
 
     def __init__(self, *answers: TensorReport) -> None:
         self.asked: list[list[int]] = []
@@ -60,8 +60,8 @@ class Ranks:
         return answer
 
 
-class Way:
-    """A backend to owners elsewhere, that fails as often as the test says."""
+class FlakyBackend:
+    """A connection to owners in other processes that fails as often as the test asks."""
 
     def __init__(self, *errors: Exception) -> None:
         self.cleared: list[tuple[str, list[int]]] = []
@@ -83,12 +83,12 @@ class Way:
         raise AssertionError("nor ended")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
-BOTH = TensorReport(1, (told_by(0, 2), told_by(1)), ())
-SILENT = TensorReport(1, (told_by(0, 2),), (1,))
-FAILED = TensorReport(1, (told_by(0), told_by(1, 0, "its store is broken")), ())
+BOTH = TensorReport(1, (reported_by(0, 2), reported_by(1)), ())
+SILENT = TensorReport(1, (reported_by(0, 2),), (1,))
+FAILED = TensorReport(1, (reported_by(0), reported_by(1, 0, "its store is broken")), ())
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -133,8 +133,8 @@ def test_an_owner_that_never_confirms_is_named_and_nothing_is_raised(
 def test_owner_outside_the_ranks_is_contacted_directly_and_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    way = Way(OwnerGone(ELSEWHERE, "it hung up"), OwnerGone(ELSEWHERE, "it hung up"))
-    ranks = Ranks(TensorReport(1, (told_by(0), told_by(1)), ()))
+    way = FlakyBackend(OwnerGone(ELSEWHERE, "it hung up"), OwnerGone(ELSEWHERE, "it hung up"))
+    ranks = Ranks(TensorReport(1, (reported_by(0), reported_by(1)), ()))
     assert clear_everywhere(Plane(backend=way), ranks, [handle(5, ELSEWHERE)]) == 1
     assert way.cleared == [(ELSEWHERE, [5])] * 3
     assert ranks.asked == [[5]], "who may have copies"
@@ -143,7 +143,7 @@ def test_owner_outside_the_ranks_is_contacted_directly_and_again(
 
 @pytest.mark.parametrize("error", [OwnerGone(ELSEWHERE, "no"), AddressError("needs keys")])
 def test_unreachable_owner_is_named(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
-    way, ranks = Way(*[error] * CLEAR_TRIES), Ranks(BOTH)
+    way, ranks = FlakyBackend(*[error] * CLEAR_TRIES), Ranks(BOTH)
     clear_everywhere(Plane(backend=way), ranks, [handle(5, ELSEWHERE)])
     (line,) = warnings(caplog)
     assert line.startswith(f"tensors.not_cleared owner={ELSEWHERE} num=1 why=")
@@ -152,7 +152,7 @@ def test_unreachable_owner_is_named(error: Exception, caplog: pytest.LogCaptureF
 def test_shards_of_this_process_are_freed_here() -> None:
     store = OwnerStore(StoreSettings(max_bytes=2**20), SystemClock())
     with contextlib.closing(store):
-        plane, ranks = Plane(store), Ranks(TensorReport(1, (told_by(0), told_by(1)), ()))
+        plane, ranks = Plane(store), Ranks(TensorReport(1, (reported_by(0), reported_by(1)), ()))
         stored = plane.remotize([torch.ones(2), torch.ones(3)])
         assert clear_everywhere(plane, ranks, stored[:1]) == 1
         assert store.stats().total_bytes == 12
@@ -163,7 +163,7 @@ NOTHING = HeldTensors()
 
 
 def of_steps(**by_step: int) -> HeldTensors:
-    """`s3=8`: eight bytes of step 3; `s_=8`: of none."""
+    """Bytes by step: `s3=8` is eight bytes of step 3, `s_=8` eight bytes outside steps."""
     steps = tuple((-1 if name == "s_" else int(name[1:]), num) for name, num in by_step.items())
     return HeldTensors(len(steps), sum(by_step.values()), 0, steps)
 
@@ -174,7 +174,7 @@ def copied(step: int, num_bytes: int) -> RTensor:
 
 
 def fetch(handles: list[RTensor]) -> list[Content]:
-    """Handles from there."""
+    """Fetch shards of the other process."""
     arrays = [np.frombuffer(bytes(each.num_bytes), np.uint8) for each in handles]
     return [Content("uint8", each.shape, each) for each in arrays]
 

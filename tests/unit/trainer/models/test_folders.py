@@ -106,7 +106,7 @@ wholes = st.lists(
 
 
 def fill(folder: Path, layout: FolderLayout, tensors: dict[str, torch.Tensor]) -> None:
-    """Write the heads, and each tensor where it belongs."""
+    """Write the headers, and each tensor at its place."""
     for name, head in layout.heads.items():
         (folder / name).write_bytes(head)
     for name, spot in sorted(layout.spots.items(), key=lambda pair: pair[1]):

@@ -191,7 +191,7 @@ def test_made_model_wins_about_two_games_in_three(tmp_path: Path) -> None:
 
 
 def success(folder: Path) -> float:
-    """The chance to win, exactly: the sum over all games without a useless guess."""
+    """Return the exact probability to win: the sum over all games without a useless guess."""
     tokenizer, prompts = prompts_of(folder)
     tokens = GameTokens(ENV, tokenizer, prompts)
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -69,7 +69,7 @@ class Stage:
 
 
 def staged(tmp_path: Path, policy: StalePolicy) -> Stage:
-    """A history in which weights of steps 0 to 3 are named by their step."""
+    """A history in which the weights of steps 0 to 3 have the step as version."""
     stage = Stage(tmp_path, policy=policy)
     for step in range(1, 4):
         stage.pacer.publishing(policy_version=step, step=step)

@@ -54,7 +54,8 @@ from tests.unit.trainer.pacing.test_ready_queue import sampled_by
 
 @pytest.fixture
 def versions() -> VersionSteps:
-    """Publications skip steps, and a recovery names the weights after four steps once more."""
+    """Versions of a run whose publications skip steps, and whose recovery published the weights of
+    four steps twice."""
     found = VersionSteps(max_staleness=2)
     found.add({1: 2, 2: 4, 5: 4})
     return found
@@ -140,7 +141,7 @@ class Run:
         return action
 
     def publish(self, *steps: int) -> None:
-        """Weights of that many steps, which are named by them."""
+        """Publish the weights after each of these numbers of steps, under that number."""
         for step in steps:
             self.lifecycle.step(VersionCreated(step, step))
             self.lifecycle.step(VersionPublished(step))
@@ -338,7 +339,7 @@ def test_age_of_a_token_counts_steps_not_versions() -> None:
 
 
 def earlier(**more: tuple[int, ...]) -> RecoveryPlan:
-    """Steps 2 and 3 were taken after a checkpoint of two, which knows of the groups 0 to 3."""
+    """A plan after a checkpoint of two steps with groups 0 to 3; steps 2 and 3 were taken later."""
     history = History(
         steps=(StepTaken(2, (group(5), group(4)), 0), StepTaken(3, (group(6), group(7)), 0)),
         results=tuple(

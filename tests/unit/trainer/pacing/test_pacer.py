@@ -31,8 +31,8 @@ from tests.unit.trainer.pacing.test_ready_queue import sampled_by
 GROUP = GroupId("r", 3)
 
 
-class Books:
-    """Exits of a run whose weights after each of nine steps are named by that step."""
+class AccountingRecords:
+    """Accounting and records of a run whose versions 0 to 9 are the weights after as many steps."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -47,14 +47,14 @@ class Books:
         return [msgspec.json.decode(line, type=dict[str, Any]) for line in lines]
 
     def drops(self) -> list[tuple[Any, ...]]:
-        """The group, the reason and the age."""
+        """Group, reason and age of each drop."""
         rows = self.rows("drops.jsonl")
         return [(row.get("index"), row["reason"], row.get("age")) for row in rows]
 
 
 @pytest.fixture
-def reports(tmp_path: Path) -> Iterator[Books]:
-    reports = Books(tmp_path)
+def reports(tmp_path: Path) -> Iterator[AccountingRecords]:
+    reports = AccountingRecords(tmp_path)
     yield reports
     reports.records.close()
 
@@ -74,7 +74,7 @@ def failed(index: int, *policy_versions: int) -> RolloutRecord:
     return record
 
 
-def test_a_step_records_which_rollouts_of_a_group_trained(reports: Books) -> None:
+def test_a_step_records_which_rollouts_of_a_group_trained(reports: AccountingRecords) -> None:
     trained = [sampled_by(3, 4), sampled_by(4, 4)]
     reports.accounting.trained(group([trained, []], whole(0, 3, 4), failed(1, 2)), step=5)
     tally = reports.tally
@@ -85,7 +85,7 @@ def test_a_step_records_which_rollouts_of_a_group_trained(reports: Books) -> Non
     assert [row["step"] for row in reports.rows("trajectories.jsonl")] == [5, 5]
 
 
-def test_each_rollout_of_a_dropped_group_has_its_own_reason(reports: Books) -> None:
+def test_each_rollout_of_a_dropped_group_has_its_own_reason(reports: AccountingRecords) -> None:
     reports.accounting.dropped(
         group([[sampled_by(2)], []], whole(0, 2), failed(1, 1)), 6, "stale: age 4"
     )
@@ -94,13 +94,13 @@ def test_each_rollout_of_a_dropped_group_has_its_own_reason(reports: Books) -> N
     assert [row["step"] for row in reports.rows("trajectories.jsonl")] == [None, None]
 
 
-def test_group_without_samples_records_the_reason(reports: Books) -> None:
+def test_group_without_samples_records_the_reason(reports: AccountingRecords) -> None:
     why = reports.accounting.untrainable(group([[], []], failed(0, 1), whole(1, 1)), 2)
     assert why == "completed: nothing in it trains"
     assert reports.drops() == [(0, "agent_error: it broke", 1), (1, why, 1)]
 
 
-def test_fully_masked_rollout_is_recorded_once(reports: Books) -> None:
+def test_fully_masked_rollout_is_recorded_once(reports: AccountingRecords) -> None:
     masked = group([[], [sampled_by(6)]], whole(0, 1), whole(1, 1, 6))
     masked.num_masked = {0: 2, 1: 1}
     reports.accounting.masked(masked, 7)
@@ -112,7 +112,7 @@ def test_fully_masked_rollout_is_recorded_once(reports: Books) -> None:
 
 
 def test_group_without_a_result_records_its_ended_rollouts_and_counts_the_rest(
-    reports: Books,
+    reports: AccountingRecords,
 ) -> None:
     seen = tuple(SeenRollout(at, Outcome.COMPLETED, 7, (4, 2)) for at in range(6))
     booked = GroupBooked(GROUP, "infra_error: lost", 5, "t", seen)
@@ -125,7 +125,7 @@ def test_group_without_a_result_records_its_ended_rollouts_and_counts_the_rest(
     assert reports.tally.outcomes == {Outcome.COMPLETED: 5}
 
 
-def test_an_evaluation_is_measured_and_never_counted(reports: Books) -> None:
+def test_an_evaluation_is_measured_and_never_counted(reports: AccountingRecords) -> None:
     reports.accounting.measured(group([[]], whole(0, 0)))
     reports.accounting.unmeasured(GROUP, "t", "deadline: over")
     assert reports.tally.measured == [0.0]
@@ -133,7 +133,7 @@ def test_an_evaluation_is_measured_and_never_counted(reports: Books) -> None:
     assert reports.drops() == [(None, "evaluation: deadline: over", None)]
 
 
-def test_group_of_another_run_leaves_a_row_and_no_count(reports: Books) -> None:
+def test_group_of_another_run_leaves_a_row_and_no_count(reports: AccountingRecords) -> None:
     reports.accounting.not_requested(GROUP)
     assert reports.drops() == [(None, "of an earlier run", None)]
     assert reports.tally.num_dropped == 0
@@ -146,7 +146,7 @@ ERROR = "score: KeyError: 'answer' (my_env.py:15 in score)"
 
 
 def failed_group(place: ErrorPlace | None, outcome: Outcome = Outcome.AGENT_ERROR) -> GroupRecord:
-    """A group one of whose siblings was cancelled when the others had failed."""
+    """A failed group with one sibling that was cancelled after the others had failed."""
     rollouts = [RolloutRecord(index=at, outcome=outcome, error=ERROR, place=place) for at in (0, 1)]
     rollouts.append(RolloutRecord(index=2, outcome=Outcome.CANCELLED))
     return GroupRecord(task=Task(id="t7"), rollouts=rollouts, place=place)
@@ -362,7 +362,7 @@ def test_results_of_an_earlier_run_do_not_train(stage: Stage) -> None:
 
 
 class ClientThatFinishes(ScriptedClient):
-    """Every group of one ends when it is first polled."""
+    """A client whose groups of one end at the first poll."""
 
     def take(self, timeout_s: float) -> list[Arrival]:
         for group_id in [g for g, (_, num_samples) in self.asked.items() if num_samples == 1]:

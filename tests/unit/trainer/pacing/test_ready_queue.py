@@ -57,7 +57,7 @@ SEQUENCE = [*PROMPT, *ANSWER]
 
 
 class World:
-    """A ready queue whose allocator holds that many groups."""
+    """A ready queue whose allocator has space for `num_groups` groups."""
 
     def __init__(self, num_groups: int) -> None:
         max_bytes = num_groups * GROUP_BYTES
@@ -186,7 +186,7 @@ def test_cleared_samples_leave_no_memory_in_use(world: World) -> None:
 
 
 class EvaluatingClient(ScriptedClient):
-    """Groups of one end when they are first polled."""
+    """A client whose groups of one end at the first poll."""
 
     def take(self, timeout_s: float) -> list[Arrival]:
         for group_id in [g for g, (_, num_samples) in self.asked.items() if num_samples == 1]:
@@ -194,7 +194,7 @@ class EvaluatingClient(ScriptedClient):
         return super().take(timeout_s)
 
 
-class Life(RuleBasedStateMachine):
+class TrainerRun(RuleBasedStateMachine):
     """A run of a trainer whose policy is on ranks: the pacer, the store, and every way to end.
 
     The test does what a policy on ranks does with a step: the store takes it, and ends it once no
@@ -292,7 +292,7 @@ class Life(RuleBasedStateMachine):
         self.step += 1
 
     def batch(self) -> Batch | None:
-        """The next batch, if there is one and the allocator can hold it."""
+        """Return the next batch, or None if there is none or the allocator cannot hold it."""
         try:
             return self.pacer.take(self.step)
         except ConfigError:
@@ -313,8 +313,8 @@ class Life(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-TestLife = Life.TestCase
-TestLife.settings = settings(
+TestTrainerRun = TrainerRun.TestCase
+TestTrainerRun.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
 
@@ -420,7 +420,7 @@ def test_local_allocator_has_no_limit() -> None:
 
 
 def sampled_by(*policy_versions: int, weight: float = 1.0) -> Sample:
-    """A prompt of two tokens and an answer, token by token."""
+    """A sample with a prompt of two tokens; each token of its answer is by the given version."""
     versions = [-1, -1, *policy_versions]
     return new_sample(
         list(range(len(versions))),

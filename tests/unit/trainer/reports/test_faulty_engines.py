@@ -35,7 +35,7 @@ def run(
 
 
 def found(*measured: MeasuredRun, held: int = HELD) -> GapFindings:
-    """Findings of samples with one token each, which is off by that much."""
+    """Return the findings of samples with one token each, whose gaps are given."""
     samples = [new_sample([1, 1], [0, 1], runs=(each,)) for each, _ in measured]
     return find_gaps(
         samples,
@@ -46,7 +46,7 @@ def found(*measured: MeasuredRun, held: int = HELD) -> GapFindings:
 
 
 def blamed(*measured: MeasuredRun) -> list[str]:
-    """The engines blamed after a first step."""
+    """Return the engines that are at fault after one step."""
     return [fault.engine for fault in FaultyEngineDetector().judge(found(*measured))]
 
 

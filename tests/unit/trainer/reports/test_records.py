@@ -205,8 +205,8 @@ def test_ended_wait_is_one_line() -> None:
 DROPPED_GROUP = GroupId("r", 3)
 
 
-class Books:
-    """A ledger and the files that it wrote."""
+class LedgerFiles:
+    """A drop ledger, and the files that it writes."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "drops.jsonl"
@@ -220,18 +220,18 @@ class Books:
 
 
 @pytest.fixture
-def books(tmp_path: Path) -> Iterator[Books]:
-    books = Books(tmp_path)
-    yield books
-    books.records.close()
+def ledger_files(tmp_path: Path) -> Iterator[LedgerFiles]:
+    ledger_files = LedgerFiles(tmp_path)
+    yield ledger_files
+    ledger_files.records.close()
 
 
-def test_dropped_rollout_has_a_row_with_all_that_is_known(books: Books) -> None:
+def test_dropped_rollout_has_a_row_with_all_that_is_known(ledger_files: LedgerFiles) -> None:
     place = ErrorPlace("ValueError", "/h/my_env.py", 15, "run")
     error = "ValueError: no tool (my_env.py:15 in run)"
     seen = SeenRollout(1, Outcome.AGENT_ERROR, 40, (3, 5), error, place)
-    books.ledger.rollout(DROPPED_GROUP, "t7", seen, "stale: age 3", 3)
-    [row] = books.rows()
+    ledger_files.ledger.rollout(DROPPED_GROUP, "t7", seen, "stale: age 3", 3)
+    [row] = ledger_files.rows()
     del row["time_s"]
     assert row == {
         "group_id": "r/3",
@@ -246,29 +246,31 @@ def test_dropped_rollout_has_a_row_with_all_that_is_known(books: Books) -> None:
         "error": error,
         "place": {"kind": "ValueError", "file": "/h/my_env.py", "line": 15, "function": "run"},
     }
-    assert books.tally.num_dropped == 1
+    assert ledger_files.tally.num_dropped == 1
 
 
-def test_unseen_rollouts_of_a_group_are_one_row_with_their_number(books: Books) -> None:
-    books.ledger.unseen(DROPPED_GROUP, "t7", 3, "deadline: over")
-    books.ledger.unseen(DROPPED_GROUP, "t7", 0, "deadline: over")
-    [row] = books.rows()
+def test_unseen_rollouts_of_a_group_are_one_row_with_their_number(
+    ledger_files: LedgerFiles,
+) -> None:
+    ledger_files.ledger.unseen(DROPPED_GROUP, "t7", 3, "deadline: over")
+    ledger_files.ledger.unseen(DROPPED_GROUP, "t7", 0, "deadline: over")
+    [row] = ledger_files.rows()
     assert (row["num_rollouts"], row["task_id"], row["env"]) == (3, "t7", "guess")
     assert not row.keys() & {"index", "length", "age"}
-    assert books.tally.num_dropped == 3
+    assert ledger_files.tally.num_dropped == 3
 
 
-def test_drops_outside_training_are_written_and_not_counted(books: Books) -> None:
-    books.ledger.uncounted(DROPPED_GROUP, "t7", 1, "evaluation: deadline: over")
-    assert [row["reason"] for row in books.rows()] == ["evaluation: deadline: over"]
-    assert books.tally.num_dropped == 0
+def test_drops_outside_training_are_written_and_not_counted(ledger_files: LedgerFiles) -> None:
+    ledger_files.ledger.uncounted(DROPPED_GROUP, "t7", 1, "evaluation: deadline: over")
+    assert [row["reason"] for row in ledger_files.rows()] == ["evaluation: deadline: over"]
+    assert ledger_files.tally.num_dropped == 0
 
 
-def test_bias_report_reads_every_drop_row(books: Books) -> None:
-    books.ledger.rollout(
+def test_bias_report_reads_every_drop_row(ledger_files: LedgerFiles) -> None:
+    ledger_files.ledger.rollout(
         DROPPED_GROUP, "t", SeenRollout(0, Outcome.COMPLETED, 4, ()), "foreign: v9", None
     )
-    books.ledger.unseen(DROPPED_GROUP, "t", 2, "env_failed: no licence")
-    seen, unseen = (msgspec.convert(row, DropLine) for row in books.rows())
+    ledger_files.ledger.unseen(DROPPED_GROUP, "t", 2, "env_failed: no licence")
+    seen, unseen = (msgspec.convert(row, DropLine) for row in ledger_files.rows())
     assert (seen.code, seen.index, seen.length, seen.age) == ("foreign", 0, 4, None)
     assert (unseen.code, unseen.index, unseen.num_rollouts) == ("env_failed", None, 2)

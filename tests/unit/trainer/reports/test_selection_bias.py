@@ -150,7 +150,7 @@ VALUES = st.lists(st.integers(0, 5).map(float), min_size=1, max_size=20)
 
 
 def pairs_won(first: Sequence[float], second: Sequence[float]) -> float:
-    """The statistic by its definition."""
+    """Return the statistic, computed from its definition."""
     won = sum((a > b) + (a == b) / 2 for a, b in itertools.product(first, second))
     return won / (len(first) * len(second))
 

@@ -169,7 +169,7 @@ TRAINER = {"learning_rate": 1e-2}
 def scorer_folder(
     context: RankContext, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A reward model that has learned something, as we save it."""
+    """A saved reward model after a few train steps."""
     saved = tmp_path_factory.mktemp("scorer") / "model"
     role = ScalarModel(context, str(folder), TRAINER)
     for step in range(3):
@@ -179,7 +179,7 @@ def scorer_folder(
 
 
 def head_one_by_one(folder: Path, rows: list[dict[str, Any]]) -> list[Tensor]:
-    """[T] of each row, by stock transformers."""
+    """Return the numbers [T] of each row, by plain transformers."""
     model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         return [model(each["token_ids"].long()[None]).logits[0, :, 0] for each in rows]

@@ -115,7 +115,7 @@ SAVED_TRAINER = {"learning_rate": 1e-2}
 LEARNERS = ("actor", "scorer")
 
 
-class Here:
+class LocalCaller:
     """Calls roles of this process by name, as a controller calls those of its ranks."""
 
     def __init__(self, roles: Mapping[str, object]) -> None:
@@ -127,17 +127,17 @@ class Here:
         return method(*args, **kwargs)
 
 
-def new(context: RankContext, folder: Path) -> Here:
+def new(context: RankContext, folder: Path) -> LocalCaller:
     actor, scorer = (
         make(context, str(folder), SAVED_TRAINER) for make in (LanguageModel, ScalarModel)
     )
-    return Here(
+    return LocalCaller(
         {"actor": actor, "scorer": scorer, "reference": LanguageModel(context, str(folder))}
     )
 
 
-def train(roles: Here, *steps: int) -> list[Any]:
-    """Metrics of each step that both learners report."""
+def train(roles: LocalCaller, *steps: int) -> list[Any]:
+    """Return the metrics of each step that both learners report."""
     learn = {"actor": "train_text", "scorer": "train_rewards"}
     rows = [drawn(step, 5, 12, 9, 4) for step in steps]
     return [

@@ -9,7 +9,7 @@ from rollmesh.tensors.segment import AttachedSegment
 
 
 def random_weights(seed: int) -> dict[str, Tensor]:
-    """One tensor of each kind."""
+    """Return one tensor of each kind."""
     chance = torch.Generator().manual_seed(seed)
     return {
         "matrix": torch.randn(33, 7, generator=chance),

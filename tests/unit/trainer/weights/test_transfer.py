@@ -116,7 +116,7 @@ WEIGHTS = random_weights(seed=3)
 
 @pytest.fixture
 def parts(tmp_path: Path) -> Iterator[tuple[SharedSegment, SharedSegment]]:
-    """Two ranks' shares."""
+    """Two ranks' parts of one payload."""
     buffers = WeightBuffer(), WeightBuffer()
     of_first = {"matrix", "counts", "nothing"}
     shares = of_first, WEIGHTS.keys() - of_first
@@ -194,10 +194,10 @@ class FakeTransport:
         self.carried.append(payload.policy_version)
 
     async def finish(self) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def buffer() -> Iterator[WeightBuffer]:
 
 @pytest.fixture
 def payload(tiny_folder: Path, tmp_path: Path, buffer: WeightBuffer) -> Payload:
-    """A version that a policy has just stored."""
+    """The payload of a version that a policy has just stored."""
     model, folder = load_model(tiny_folder), tmp_path / "weights" / "v000007"
     begin_without_weights(model, tiny_folder, folder)
     weights = named_weights(model)
@@ -284,7 +284,7 @@ async def test_engine_that_joins_later_reads_the_folder(
 async def test_complete_folder_is_loaded_as_it_is(
     payload: Payload, client: EngineBackend, engine: ScriptedEngine
 ) -> None:
-    """Adapters, and models that transformers converts."""
+    """A payload without parts: an adapter, or a model that transformers converts."""
     transport = FakeTransport()
     transfer = Transfer(transport, TIMEOUT_S)
     await transfer.begin(Payload(7, payload.folder))

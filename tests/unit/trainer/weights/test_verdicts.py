@@ -20,12 +20,12 @@ START = (-1.0, -2.0)
 
 
 def shifted(by: float) -> tuple[float, ...]:
-    """Log-probs after a drift."""
+    """Return log-probs after a drift."""
     return tuple(each + by for each in START)
 
 
 def scored(by: float, noise: tuple[float, ...] = NOISE) -> tuple[float, ...]:
-    """The scores of an engine whose weights drifted that much."""
+    """Return the scores of an engine whose weights have drifted by `drift`."""
     return tuple(a + b for a, b in zip(shifted(by), noise, strict=True))
 
 
@@ -34,7 +34,7 @@ def probe(by: float, coarse: float | None = None) -> Probe:
 
 
 def first(noise: tuple[float, ...] = NOISE) -> WeightProof:
-    """The proof of the first probe."""
+    """The proof after the first probe."""
     proof = judge(scored(0.0, noise), 1, probe(0.0, 0.0), None, TOLERANCE).proof
     assert proof
     return proof
@@ -122,7 +122,7 @@ COORDINATOR = b"coordinator"
 
 
 def published(policy_version: int) -> Mesh:
-    """A mesh in which A is asleep and B has been brought to the version."""
+    """A mesh with a sleeping engine A, and B updated to the version."""
     mesh = Mesh(A, B)
     mesh.run(1.0)
     mesh.tend_fleet(Received(COORDINATOR, SleepEngine(1, A, 100.0)))

@@ -14,7 +14,7 @@ from rollmesh.trainer.weights.transports.sender import PROGRAM, JoinGroup, Share
 
 
 async def started(*argv: str, **environ: str) -> asyncio.subprocess.Process:
-    """Start Python with these arguments, and pipes."""
+    """Start Python with these arguments and with pipes."""
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(
         sys.executable, *argv, stdin=pipe, stdout=pipe, limit=100, env=environ
@@ -22,7 +22,7 @@ async def started(*argv: str, **environ: str) -> asyncio.subprocess.Process:
 
 
 async def test_library_output_is_not_a_reply(tmp_path: Path) -> None:
-    """NCCL prints with NCCL_DEBUG; here a fake torch does."""
+    """NCCL prints if NCCL_DEBUG is set; here a fake torch prints."""
     (tmp_path / "torch.py").write_text("print('NCCL INFO Bootstrap: using lo')\n1 / 0\n")
     path = ":".join([str(tmp_path), *filter(None, sys.path)])
     process = await started("-m", PROGRAM, PYTHONPATH=path)
@@ -70,7 +70,7 @@ class UnkillableProcess:
         self.num_kills += 1
 
     def close(self) -> None:
-        """Standard input closes."""
+        """Close standard input."""
 
     async def wait(self) -> None:
         await asyncio.Event().wait()

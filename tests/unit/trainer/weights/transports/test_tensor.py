@@ -81,7 +81,7 @@ def test_port_forwarder_does_not_share_memory(tmp_path: Path) -> None:
 
 
 async def test_sglang_without_our_memory_is_never_offered_it() -> None:
-    """Fail the test: the real one would exit."""
+    """A real SGLang would exit."""
     async with ScriptedEngine() as engine, HttpClient() as http:
         transport = TensorTransport(can_share=lambda _: False)
         with pytest.raises(EngineRefused, match="access to our memory"):
@@ -97,7 +97,7 @@ async def test_engine_of_another_host_is_not_called() -> None:
 
 
 async def test_engine_without_update_sessions_gets_no_weights() -> None:
-    """SGLang before 0.5.21; the file is loaded then."""
+    """SGLang before 0.5.21 has no update sessions; it loads the file."""
     async with ScriptedEngine() as engine, HttpClient() as http:
         transport = TensorTransport(can_share=lambda _: True)
         with pytest.raises(EngineRefused, match="404"):
