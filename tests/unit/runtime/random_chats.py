@@ -19,7 +19,7 @@ from rollmesh.runtime.tokens.prompts import Chat, Prompts
 from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedGeneration, ScriptedSampler
-from tests.unit.runtime.session_world import Message, open_session
+from tests.unit.runtime.session_calls import Message, open_session
 
 WORDS = ["a", "b", "", "ab", "a b"]
 ROLES = ["user"] * 5 + ["system", "developer", "tool", "assistant", "caller"]

@@ -35,7 +35,7 @@ from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.random_chats import RandomAgent
-from tests.unit.runtime.session_world import (
+from tests.unit.runtime.session_calls import (
     MORE,
     SYSTEM,
     TO_THE_END,

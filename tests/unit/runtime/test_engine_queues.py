@@ -11,12 +11,11 @@ from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.wire.fleet import EnginePhase
-from tests.unit.runtime.sampler_bench import (
+from tests.unit.runtime.sampler_driver import (
     PAUSES,
     TO_THE_END,
-    Bench,
+    SamplerDriver,  # the fixture
 )
-from tests.unit.runtime.sampler_bench import engine as engine  # the fixture
 
 PLACES = 8
 SENT = 9
@@ -24,13 +23,13 @@ SENT = 9
 
 
 @pytest.fixture
-async def narrow(engine: ScriptedEngine) -> AsyncIterator[Bench]:
+async def narrow(engine: ScriptedEngine) -> AsyncIterator[SamplerDriver]:
     """An engine that runs 8 requests at a time and holds them."""
     engine.max_running = PLACES
     engine.hold()
-    bench = Bench(engine)
-    yield bench
-    await bench.sampler.close()
+    driver = SamplerDriver(engine)
+    yield driver
+    await driver.sampler.close()
 
 
 def sessions_of(engine: ScriptedEngine) -> str:
@@ -41,10 +40,12 @@ def sessions_of(engine: ScriptedEngine) -> str:
     return "".join(map(chr, firsts))
 
 
-def turns_of(bench: Bench, session: str, num_turns: int, **fields: Any) -> list[Generation]:
+def turns_of(
+    driver: SamplerDriver, session: str, num_turns: int, **fields: Any
+) -> list[Generation]:
     prompt = [ord(session), 6, 7]
     return [
-        bench.start(session_key=session, num_tokens=1, prompt_ids=prompt, **fields)
+        driver.start(session_key=session, num_tokens=1, prompt_ids=prompt, **fields)
         for _ in range(num_turns)
     ]
 
@@ -64,7 +65,7 @@ async def one_more(engine: ScriptedEngine) -> None:
 
 
 async def test_a_session_with_many_turns_does_not_delay_another_at_the_engine(
-    engine: ScriptedEngine, narrow: Bench
+    engine: ScriptedEngine, narrow: SamplerDriver
 ) -> None:
     long = turns_of(narrow, "a", 64)
     await engine.until(lambda: engine.num_live == SENT)
@@ -83,7 +84,7 @@ async def test_a_session_with_many_turns_does_not_delay_another_at_the_engine(
 
 
 async def test_sessions_take_turns_for_an_engines_free_capacity(
-    engine: ScriptedEngine, narrow: Bench
+    engine: ScriptedEngine, narrow: SamplerDriver
 ) -> None:
     turns = [each for name in "abc" for each in turns_of(narrow, name, 12)]
     await engine.release()
@@ -95,17 +96,17 @@ async def test_sessions_take_turns_for_an_engines_free_capacity(
 async def test_an_engine_that_reports_no_limit_gets_all_requests_at_once(
     engine: ScriptedEngine,
 ) -> None:
-    bench = Bench(engine)
+    driver = SamplerDriver(engine)
     engine.hold()
-    turns = turns_of(bench, "a", 64)
+    turns = turns_of(driver, "a", 64)
     await engine.until(lambda: engine.num_live == 64)
     await engine.release()
     await finished(*turns)
-    await bench.sampler.close()
+    await driver.sampler.close()
 
 
 async def test_abandoned_and_sealed_turns_leave_the_queue_of_an_engine(
-    engine: ScriptedEngine, narrow: Bench
+    engine: ScriptedEngine, narrow: SamplerDriver
 ) -> None:
     turns = turns_of(narrow, "a", SENT + 3)
     left, sealed, last = turns[SENT:]
@@ -124,7 +125,7 @@ async def test_abandoned_and_sealed_turns_leave_the_queue_of_an_engine(
 @PAUSES
 @pytest.mark.parametrize("params", [{}, {"presence_penalty": 1.0}])
 async def test_turns_in_the_queue_leave_an_engine_that_gets_new_weights(
-    engine: ScriptedEngine, narrow: Bench, phase: EnginePhase, params: dict[str, Any]
+    engine: ScriptedEngine, narrow: SamplerDriver, phase: EnginePhase, params: dict[str, Any]
 ) -> None:
     turns = turns_of(narrow, "a", SENT + 3, params=params)
     await engine.until(lambda: engine.num_live == SENT)
@@ -137,7 +138,7 @@ async def test_turns_in_the_queue_leave_an_engine_that_gets_new_weights(
 
 
 async def test_turns_in_the_queue_continue_elsewhere_when_their_engine_is_fenced(
-    engine: ScriptedEngine, narrow: Bench
+    engine: ScriptedEngine, narrow: SamplerDriver
 ) -> None:
     async with ScriptedEngine(endless_token) as other:
         turns = turns_of(narrow, "a", SENT + 3)
@@ -156,10 +157,10 @@ async def test_a_queued_turn_is_not_silent_and_meets_no_deadline(
     engine.max_running = PLACES
     engine.hold()
     settings = GenerationSettings(engine_wait_s=1.0, answer_timeout_s=1.0)
-    bench = Bench(engine, clock=clock, settings=settings)
-    long = [bench.start(num_tokens=1_000) for _ in range(SENT)]  # longer than the silence limit
-    [queued] = turns_of(bench, "b", 1, stream=True)
-    without_engine = bench.start(min_policy_version=7)
+    driver = SamplerDriver(engine, clock=clock, settings=settings)
+    long = [driver.start(num_tokens=1_000) for _ in range(SENT)]  # longer than the silence limit
+    [queued] = turns_of(driver, "b", 1, stream=True)
+    without_engine = driver.start(min_policy_version=7)
     clock.advance(90.0)
     await without_engine.wait(TO_THE_END)
     assert without_engine.state is GenerationState.VOID
@@ -168,5 +169,5 @@ async def test_a_queued_turn_is_not_silent_and_meets_no_deadline(
         each.seal("over")
     await engine.release()
     await finished(queued)
-    assert bench.faults == []
-    await bench.sampler.close()
+    assert driver.faults == []
+    await driver.sampler.close()

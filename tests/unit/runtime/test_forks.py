@@ -5,7 +5,7 @@ import pytest
 
 from rollmesh.runtime.chat import Turn, read_message
 from rollmesh.runtime.conversation.forks import ForkCause, first_difference
-from tests.unit.runtime.history_world import (
+from tests.unit.runtime.stored_chat import (
     ANSWER,
     MORE,
     SYSTEM,

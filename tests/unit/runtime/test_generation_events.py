@@ -24,9 +24,9 @@ from rollmesh.runtime.generation.events import (
 )
 from rollmesh.runtime.generation.generation import GenerationState
 from rollmesh.wire.machine import Ticked
-from tests.unit.runtime.generation_bench import ENGINE, Bench, running
-from tests.unit.runtime.generation_world import ABORT as CUT
-from tests.unit.runtime.generation_world import PROMPT
+from tests.unit.runtime.generation_driver import ENGINE, GenerationDriver, running
+from tests.unit.runtime.random_engines import ABORT as CUT
+from tests.unit.runtime.random_engines import PROMPT
 
 
 def sampled(*versions: int) -> SampledTokens:
@@ -143,77 +143,77 @@ def test_settings_that_apply_to_each_token_alone_can_be_resumed() -> None:
 
 
 def test_a_turn_leaves_an_engine_before_its_update_and_continues_elsewhere() -> None:
-    bench = running()
-    bench.sample(0, 1)
-    assert bench.step(UpdateBegun("http://other")) == []
-    assert bench.step(UpdateBegun(ENGINE.url)) == [AbortAttempt(0, "r.0", ENGINE.url)]
-    assert bench.step(UpdateBegun(ENGINE.url)) == []
-    bench.sample(0, 2, finish=CUT)
-    assert bench.actions_of(ChooseEngine)
-    [start] = bench.step(EngineChosen("http://b", "i1", 1))
+    driver = running()
+    driver.sample(0, 1)
+    assert driver.step(UpdateBegun("http://other")) == []
+    assert driver.step(UpdateBegun(ENGINE.url)) == [AbortAttempt(0, "r.0", ENGINE.url)]
+    assert driver.step(UpdateBegun(ENGINE.url)) == []
+    driver.sample(0, 2, finish=CUT)
+    assert driver.actions_of(ChooseEngine)
+    [start] = driver.step(EngineChosen("http://b", "i1", 1))
     assert isinstance(start, StartAttempt)
-    assert (start.url, bench.machine.context()) == ("http://b", [*PROMPT, 1, 2])
+    assert (start.url, driver.machine.context()) == ("http://b", [*PROMPT, 1, 2])
 
 
 def test_an_abort_for_an_update_is_repeated_while_the_turns_time_is_paused() -> None:
-    bench = running()
-    bench.step(UpdateBegun(ENGINE.url))
-    bench.step(FleetMoved(is_paused=True))
-    assert bench.step(Ticked(), after_s=0.3) == [AbortAttempt(0, "r.0", ENGINE.url)]
-    assert bench.step(Ticked(), after_s=1000.0) == [AbortAttempt(0, "r.0", ENGINE.url)]
-    assert bench.machine.attempt_url == ENGINE.url
+    driver = running()
+    driver.step(UpdateBegun(ENGINE.url))
+    driver.step(FleetMoved(is_paused=True))
+    assert driver.step(Ticked(), after_s=0.3) == [AbortAttempt(0, "r.0", ENGINE.url)]
+    assert driver.step(Ticked(), after_s=1000.0) == [AbortAttempt(0, "r.0", ENGINE.url)]
+    assert driver.machine.attempt_url == ENGINE.url
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_turn_that_cannot_resume_ends_at_its_engine_before_the_update(stream: bool) -> None:
-    bench = Bench(stream=stream, grammar=OutputGrammar("regex", "a+"))
-    bench.step(ReaderJoined())
-    bench.step(ENGINE)
-    assert bench.step(UpdateBegun(ENGINE.url)) == []
-    bench.sample(0, 1, 2, finish=Finish("stop"))
-    assert bench.machine.state is GenerationState.COMMITTED
-    assert bench.machine.num_legs == 1
+    driver = GenerationDriver(stream=stream, grammar=OutputGrammar("regex", "a+"))
+    driver.step(ReaderJoined())
+    driver.step(ENGINE)
+    assert driver.step(UpdateBegun(ENGINE.url)) == []
+    driver.sample(0, 1, 2, finish=Finish("stop"))
+    assert driver.machine.state is GenerationState.COMMITTED
+    assert driver.machine.num_legs == 1
 
 
 def test_a_streamed_turn_that_cannot_resume_restarts_if_no_token_was_read() -> None:
-    bench = running(grammar=OutputGrammar("regex", "a+"))
-    bench.step(UpdateBegun(ENGINE.url))
-    bench.sample(0, finish=CUT)
-    assert bench.actions_of(ChooseEngine)
-    assert bench.machine.state is GenerationState.RUNNING
+    driver = running(grammar=OutputGrammar("regex", "a+"))
+    driver.step(UpdateBegun(ENGINE.url))
+    driver.sample(0, finish=CUT)
+    assert driver.actions_of(ChooseEngine)
+    assert driver.machine.state is GenerationState.RUNNING
 
 
 def test_a_turn_that_updates_cut_repeatedly_is_not_given_up() -> None:
-    bench = running()
+    driver = running()
     for attempt in range(100):
-        bench.step(UpdateBegun(ENGINE.url))
-        bench.sample(attempt, finish=CUT)
-        assert bench.actions_of(ChooseEngine) == [ChooseEngine(0)]
-        bench.step(ENGINE)
-    bench.sample(100, 1, finish=Finish("stop"))
-    assert bench.machine.state is GenerationState.COMMITTED
+        driver.step(UpdateBegun(ENGINE.url))
+        driver.sample(attempt, finish=CUT)
+        assert driver.actions_of(ChooseEngine) == [ChooseEngine(0)]
+        driver.step(ENGINE)
+    driver.sample(100, 1, finish=Finish("stop"))
+    assert driver.machine.state is GenerationState.COMMITTED
 
 
 def test_an_attempt_uses_the_adapter_of_its_engine() -> None:
-    bench = running()
-    bench.sample(0, 1, finish=CUT)
-    [start] = bench.step(EngineChosen("http://b", "i1", 1, "rollmesh-v1"))
+    driver = running()
+    driver.sample(0, 1, finish=CUT)
+    [start] = driver.step(EngineChosen("http://b", "i1", 1, "rollmesh-v1"))
     assert isinstance(start, StartAttempt)
     assert start.adapter == "rollmesh-v1"
 
 
 def test_a_streamed_turn_that_cannot_resume_stays_at_an_engine_that_others_have_left() -> None:
-    bench = running(grammar=OutputGrammar("regex", "a+"))
-    bench.sample(0, 1)
-    assert bench.step(EngineLost(ENGINE.url)) == []
-    bench.sample(0, 2, finish=Finish("stop"))
-    assert bench.machine.state is GenerationState.COMMITTED
+    driver = running(grammar=OutputGrammar("regex", "a+"))
+    driver.sample(0, 1)
+    assert driver.step(EngineLost(ENGINE.url)) == []
+    driver.sample(0, 2, finish=Finish("stop"))
+    assert driver.machine.state is GenerationState.COMMITTED
 
 
 def test_a_turn_that_cannot_resume_restarts_elsewhere_if_no_token_was_read() -> None:
-    bench = Bench(stream=False, grammar=OutputGrammar("regex", "a+"))
-    bench.step(ReaderJoined())
-    bench.step(ENGINE)
-    bench.step(EngineLost(ENGINE.url))
-    assert bench.actions_of(DropAttempt)
-    assert bench.actions_of(ChooseEngine)
+    driver = GenerationDriver(stream=False, grammar=OutputGrammar("regex", "a+"))
+    driver.step(ReaderJoined())
+    driver.step(ENGINE)
+    driver.step(EngineLost(ENGINE.url))
+    assert driver.actions_of(DropAttempt)
+    assert driver.actions_of(ChooseEngine)

@@ -11,7 +11,7 @@ from rollmesh.runtime.conversation.forks import HealedKind
 from rollmesh.runtime.session import Session
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.session_world import TOOLS, Message, ReplyIds, call, open_session
+from tests.unit.runtime.session_calls import TOOLS, Message, ReplyIds, call, open_session
 
 ROTATING = compile_rotating(["Today's date"])
 ANSWERS = (

@@ -21,7 +21,7 @@ from rollmesh.runtime.conversation.history import (
     MESSAGE_NODE_BYTES,
 )
 from tests.disks import no_room_in_memory
-from tests.unit.runtime.history_world import (
+from tests.unit.runtime.stored_chat import (
     ANSWER,
     MORE,
     SYSTEM,

@@ -30,8 +30,7 @@ from rollmesh.runtime.conversation.message_trie import (
 )
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.history_world import StoredChat, array_turn
-from tests.unit.runtime.session_world import (
+from tests.unit.runtime.session_calls import (
     MORE,
     SYSTEM,
     USER,
@@ -40,6 +39,7 @@ from tests.unit.runtime.session_world import (
     assistant,
     open_session,
 )
+from tests.unit.runtime.stored_chat import StoredChat, array_turn
 
 NUM_WORDS = 10_000
 LONG: Message = {"role": "user", "content": [{"type": "text", "text": "word " * NUM_WORDS}]}

@@ -17,7 +17,7 @@ from rollmesh.runtime.session import Session, SessionState
 from rollmesh.runtime.session_deps import SessionKeys
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.session_world import MORE, USER, assistant, call, turn
+from tests.unit.runtime.session_calls import MORE, USER, assistant, call, turn
 
 GROUP = GroupId("r", 0)
 ROLLOUT = RolloutId(GROUP, 0)

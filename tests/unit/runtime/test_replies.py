@@ -17,7 +17,7 @@ from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.runtime.tokens.tool_calls import StopStrings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedGeneration, ScriptedSampler
-from tests.unit.runtime.session_world import (
+from tests.unit.runtime.session_calls import (
     MORE,
     USER,
     ReplyIds,

@@ -17,9 +17,9 @@ from rollmesh.runtime.tokens.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.runtime.tokens.tool_calls import StopStrings
 from rollmesh.testing.model_folder import CHAT_TEMPLATE, write_model_folder
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.event_writer_world import ListEventWriter
+from tests.unit.runtime.list_event_writer import ListEventWriter
 from tests.unit.runtime.random_chats import RandomAgent
-from tests.unit.runtime.session_world import (
+from tests.unit.runtime.session_calls import (
     MORE,
     TOOLS,
     USER,

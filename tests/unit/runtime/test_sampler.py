@@ -27,25 +27,26 @@ from rollmesh.testing.faults import Fault
 from rollmesh.wire.fleet import EnginePhase, FleetChanged
 from tests.shortage import no_descriptor_left
 from tests.unit.engine.http_peer import Unread
-from tests.unit.runtime.sampler_bench import (
+from tests.unit.runtime.sampler_driver import (
     PAUSES,
     TO_THE_END,
-    Bench,
+    SamplerDriver,
     expected,
     until,
 )
-from tests.unit.runtime.sampler_bench import engine as engine  # a fixture
 
 
 @pytest.fixture
-async def bench(engine: ScriptedEngine) -> AsyncIterator[Bench]:
-    bench = Bench(engine)
-    yield bench
-    await bench.sampler.close()
+async def driver(engine: ScriptedEngine) -> AsyncIterator[SamplerDriver]:
+    driver = SamplerDriver(engine)
+    yield driver
+    await driver.sampler.close()
 
 
-async def test_a_plain_generation_is_one_call(engine: ScriptedEngine, bench: Bench) -> None:
-    generation = bench.start()
+async def test_a_plain_generation_is_one_call(
+    engine: ScriptedEngine, driver: SamplerDriver
+) -> None:
+    generation = driver.start()
     await generation.wait(TO_THE_END)
     assert generation.state is GenerationState.COMMITTED
     assert generation.finish_reason == "length"
@@ -55,10 +56,10 @@ async def test_a_plain_generation_is_one_call(engine: ScriptedEngine, bench: Ben
 
 
 async def test_streamed_tokens_reach_the_reader_as_they_arrive(
-    engine: ScriptedEngine, bench: Bench
+    engine: ScriptedEngine, driver: SamplerDriver
 ) -> None:
     engine.hold()
-    generation = bench.start(stream=True)
+    generation = driver.start(stream=True)
     for num_tokens in range(3):
         await engine.allow(1)
         assert await generation.wait(num_tokens)
@@ -73,15 +74,15 @@ async def test_streamed_tokens_reach_the_reader_as_they_arrive(
 @pytest.mark.parametrize("stream", [True, False])
 @PAUSES
 async def test_an_update_during_a_turn_resumes_it_from_the_exact_tokens(
-    engine: ScriptedEngine, bench: Bench, stream: bool, phase: EnginePhase
+    engine: ScriptedEngine, driver: SamplerDriver, stream: bool, phase: EnginePhase
 ) -> None:
     engine.hold()
-    generation = bench.start(stream=stream)
+    generation = driver.start(stream=stream)
     await engine.allow(2)
     await engine.until(lambda: engine.num_sampled == 2)
-    bench.push(phase)
+    driver.push(phase)
     await engine.update(1)
-    bench.push()
+    driver.push()
     await engine.release()
     await generation.wait(TO_THE_END)
     assert list(generation.token_ids) == expected(6, 0, 0, 1, 1, 1, 1)
@@ -91,10 +92,10 @@ async def test_an_update_during_a_turn_resumes_it_from_the_exact_tokens(
 
 
 async def test_a_reader_that_leaves_parks_the_turn_and_its_retry_resumes_it(
-    engine: ScriptedEngine, bench: Bench
+    engine: ScriptedEngine, driver: SamplerDriver
 ) -> None:
     engine.hold()
-    generation = bench.start()
+    generation = driver.start()
     await engine.allow(2)
     await engine.until(lambda: engine.num_sampled == 2)
     generation.leave()
@@ -110,81 +111,83 @@ async def test_a_reader_that_leaves_parks_the_turn_and_its_retry_resumes_it(
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.CUT])
 async def test_a_failed_attempt_is_reported_and_continued_at_another_engine(fault: Fault) -> None:
     async with ScriptedEngine(endless_token) as first, ScriptedEngine(endless_token) as second:
-        bench = Bench(first, second)
+        driver = SamplerDriver(first, second)
         first.faults.append(fault)
         second.faults.append(fault)
-        generation = bench.start(stream=True)
+        generation = driver.start(stream=True)
         await generation.wait(TO_THE_END)
         assert list(generation.token_ids) == expected(6)
-        assert {fault.url for fault in bench.faults} == {first.url, second.url}
-        await bench.sampler.close()
+        assert {fault.url for fault in driver.faults} == {first.url, second.url}
+        await driver.sampler.close()
 
 
 async def test_a_turn_waits_for_a_dead_engine_and_continues_at_its_successor(
-    engine: ScriptedEngine, bench: Bench
+    engine: ScriptedEngine, driver: SamplerDriver
 ) -> None:
     engine.hold()
-    generation = bench.start(stream=True)
+    generation = driver.start(stream=True)
     await engine.allow(2)
     await generation.wait(1)
     await engine.die()
-    bench.push(EnginePhase.FENCED)
+    driver.push(EnginePhase.FENCED)
     await engine.restart()
     await engine.release()
-    bench.push(incarnation="i2")
+    driver.push(incarnation="i2")
     await generation.wait(TO_THE_END)
     assert list(generation.token_ids) == expected(6)
 
 
 async def test_a_hanging_attempt_is_dropped_when_its_engine_is_fenced(
-    engine: ScriptedEngine, bench: Bench
+    engine: ScriptedEngine, driver: SamplerDriver
 ) -> None:
     engine.faults.append(Fault.HANG)
-    generation = bench.start()
+    generation = driver.start()
     await engine.until(lambda: engine.num_seen("/generate") == 1)
-    bench.push(EnginePhase.FENCED)
-    bench.push()
+    driver.push(EnginePhase.FENCED)
+    driver.push()
     await generation.wait(TO_THE_END)
     assert list(generation.token_ids) == expected(6)
 
 
 async def test_an_attempt_survives_the_first_probe_of_its_engine(
-    engine: ScriptedEngine, bench: Bench
+    engine: ScriptedEngine, driver: SamplerDriver
 ) -> None:
     engine.hold()
-    bench.push(incarnation="")
-    generation = bench.start()
+    driver.push(incarnation="")
+    generation = driver.start()
     await engine.until(lambda: engine.num_live == 1)
-    bench.push()
+    driver.push()
     await engine.release()
     await generation.wait(TO_THE_END)
     assert engine.num_seen("/generate") == 1
 
 
 async def test_a_refusal_reaches_the_reader_as_an_error(
-    engine: ScriptedEngine, bench: Bench
+    engine: ScriptedEngine, driver: SamplerDriver
 ) -> None:
     engine.faults.append(Fault.BAD_REQUEST)
-    generation = bench.start()
+    generation = driver.start()
     await generation.wait(TO_THE_END)
     assert generation.state is GenerationState.VOID
     assert isinstance(generation.error, EngineRefused)
 
 
-async def test_a_lost_image_fails_its_turn_once_and_is_no_fault_of_an_engine(bench: Bench) -> None:
+async def test_a_lost_image_fails_its_turn_once_and_is_no_fault_of_an_engine(
+    driver: SamplerDriver,
+) -> None:
     lost = Unread(b"data:image/png;base64," + b"A" * 2 * PART_BYTES, is_lost=True)
-    generation = bench.start(images=(lost,))
+    generation = driver.start(images=(lost,))
     await generation.wait(TO_THE_END)
     assert isinstance(generation.error, RequestLost)
-    assert (lost.num_read, bench.faults) == (PART_BYTES, [])
-    assert bench.sampler.cache_entries()["engines_avoided"] == 0
+    assert (lost.num_read, driver.faults) == (PART_BYTES, [])
+    assert driver.sampler.cache_entries()["engines_avoided"] == 0
 
 
 async def test_a_seal_wakes_every_waiter_and_aborts_the_attempt(
-    engine: ScriptedEngine, bench: Bench
+    engine: ScriptedEngine, driver: SamplerDriver
 ) -> None:
     engine.hold()
-    generation = bench.start()
+    generation = driver.start()
     waiters = [asyncio.ensure_future(generation.wait(0)) for _ in range(3)]
     await engine.until(lambda: engine.num_live == 1)
     generation.seal("the rollout ended")
@@ -196,23 +199,23 @@ async def test_a_seal_wakes_every_waiter_and_aborts_the_attempt(
 @PAUSES
 async def test_waiting_for_an_engine_times_out_but_not_during_a_pause(phase: EnginePhase) -> None:
     async with ScriptedEngine() as engine:
-        bench = Bench(engine, clock=(clock := FakeClock()))
-        bench.push(phase)
-        generation = bench.start()
+        driver = SamplerDriver(engine, clock=(clock := FakeClock()))
+        driver.push(phase)
+        generation = driver.start()
         clock.advance(1000.0)
-        bench.push(EnginePhase.FENCED)
+        driver.push(EnginePhase.FENCED)
         assert generation.state is GenerationState.RUNNING
         clock.advance(120.0)
-        bench.push(EnginePhase.FENCED)
+        driver.push(EnginePhase.FENCED)
         assert isinstance(generation.error, EngineUnavailable)
-        await bench.sampler.close()
+        await driver.sampler.close()
 
 
 async def test_a_stop_string_ends_the_turn_and_is_reported(
-    engine: ScriptedEngine, bench: Bench
+    engine: ScriptedEngine, driver: SamplerDriver
 ) -> None:
     third = expected(3)[2]
-    generation = bench.start(num_tokens=50, params={"stop": (f"<{third}>",)})
+    generation = driver.start(num_tokens=50, params={"stop": (f"<{third}>",)})
     await generation.wait(TO_THE_END)
     assert generation.matched_stop == f"<{third}>"
     assert list(generation.token_ids) == expected(3)
@@ -222,75 +225,75 @@ async def test_a_stop_string_ends_the_turn_and_is_reported(
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("num_ignored_aborts", [0, 1])
 async def test_an_attempt_ends_at_the_engine_when_its_last_reader_has_left(
-    engine: ScriptedEngine, bench: Bench, stream: bool, num_ignored_aborts: int
+    engine: ScriptedEngine, driver: SamplerDriver, stream: bool, num_ignored_aborts: int
 ) -> None:
     engine.hold()
     engine.num_ignored_aborts = num_ignored_aborts
-    generation = bench.start(stream=stream)
+    generation = driver.start(stream=stream)
     generation.join()
     await engine.until(lambda: engine.num_live == 1)
     generation.leave()
     await asyncio.sleep(0)
     assert engine.num_live == 1
     generation.leave()
-    await until(lambda: engine.num_live == bench.num_running() == 0)
+    await until(lambda: engine.num_live == driver.num_running() == 0)
     assert generation.state is GenerationState.PARKED
 
 
 async def test_an_abandoned_parked_turn_leaves_nothing(engine: ScriptedEngine) -> None:
-    bench = Bench(engine, settings=GenerationSettings(retry_window_s=0.05))
+    driver = SamplerDriver(engine, settings=GenerationSettings(retry_window_s=0.05))
     engine.hold()
-    held = [bench.start()]
+    held = [driver.start()]
     await engine.until(lambda: engine.num_live == 1)
     held[0].leave()
     gc.disable()  # reference counts alone must free it
     try:
         await until(lambda: held[0].state is GenerationState.VOID)
         kept = weakref.ref(held.pop())
-        await until(lambda: engine.num_live == bench.num_running() == 0 and kept() is None)
-        assert bench.num_running() == 0
+        await until(lambda: engine.num_live == driver.num_running() == 0 and kept() is None)
+        assert driver.num_running() == 0
     finally:
         gc.enable()
-    await bench.sampler.close()
+    await driver.sampler.close()
 
 
 @pytest.mark.parametrize("fault", [Fault.BUSY, Fault.FULL])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_full_queue_is_waited_for_and_not_reported(
-    engine: ScriptedEngine, bench: Bench, fault: Fault, stream: bool
+    engine: ScriptedEngine, driver: SamplerDriver, fault: Fault, stream: bool
 ) -> None:
     engine.faults.extend([fault, fault])
-    generation = bench.start(stream=stream)
+    generation = driver.start(stream=stream)
     await generation.wait(TO_THE_END)
     assert list(generation.token_ids) == expected(6)
-    assert bench.faults == []
+    assert driver.faults == []
 
 
 async def test_queues_that_stay_full_are_an_overload_error(engine: ScriptedEngine) -> None:
-    bench = Bench(engine, settings=GenerationSettings(max_full_queues=1))
+    driver = SamplerDriver(engine, settings=GenerationSettings(max_full_queues=1))
     engine.faults.extend([Fault.FULL] * 2)
-    generation = bench.start()
+    generation = driver.start()
     await generation.wait(TO_THE_END)
     assert isinstance(generation.error, EngineOverloaded)
     assert engine.url in str(generation.error)
-    await bench.sampler.close()
+    await driver.sampler.close()
 
 
 async def test_a_streamed_turn_with_a_grammar_fails_when_it_is_cut(
-    engine: ScriptedEngine, bench: Bench
+    engine: ScriptedEngine, driver: SamplerDriver
 ) -> None:
     engine.faults.append(Fault.CUT)
-    generation = bench.start(stream=True, params={"grammar": OutputGrammar("regex", "a+")})
+    generation = driver.start(stream=True, params={"grammar": OutputGrammar("regex", "a+")})
     await generation.wait(TO_THE_END)
     assert isinstance(generation.error, EngineUnavailable)
     assert "cannot be resumed" in str(generation.error)
 
 
 async def test_likeliest_tokens_are_kept_over_an_update(
-    engine: ScriptedEngine, bench: Bench
+    engine: ScriptedEngine, driver: SamplerDriver
 ) -> None:
     engine.hold()
-    generation = bench.start(stream=True, num_top_logprobs=2)
+    generation = driver.start(stream=True, num_top_logprobs=2)
     await engine.allow(2)
     await generation.wait(1)
     await engine.update(1)
@@ -301,45 +304,45 @@ async def test_likeliest_tokens_are_kept_over_an_update(
 
 
 async def test_a_prompt_encoded_as_json_is_resumed_from_the_exact_tokens(
-    engine: ScriptedEngine, bench: Bench
+    engine: ScriptedEngine, driver: SamplerDriver
 ) -> None:
     engine.faults.append(Fault.CUT)
-    generation = bench.start(stream=True, prompt_json=b"5,6,7")
+    generation = driver.start(stream=True, prompt_json=b"5,6,7")
     await generation.wait(TO_THE_END)
     assert list(generation.token_ids) == expected(6)
 
 
 async def test_a_failing_engine_is_logged_once_and_reported_for_each_attempt(
-    engine: ScriptedEngine, bench: Bench, caplog: pytest.LogCaptureFixture
+    engine: ScriptedEngine, driver: SamplerDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.faults.extend([Fault.ERROR] * 5)
-    await asyncio.gather(*[bench.start().wait(TO_THE_END) for _ in range(5)])
-    assert len(bench.faults) == 5
+    await asyncio.gather(*[driver.start().wait(TO_THE_END) for _ in range(5)])
+    assert len(driver.faults) == 5
     assert caplog.text.count("engine.faulted") == 1
 
 
 async def test_running_attempts_of_a_fenced_engine_continue_elsewhere() -> None:
     async with ScriptedEngine(endless_token) as sick, ScriptedEngine(endless_token) as well:
-        bench = Bench(sick, well)
+        driver = SamplerDriver(sick, well)
         sick.hold()
         well.hold()
-        generations = [bench.start(session_key=f"s{n}", stream=bool(n % 2)) for n in range(8)]
+        generations = [driver.start(session_key=f"s{n}", stream=bool(n % 2)) for n in range(8)]
         await until(lambda: (sick.num_live, well.num_live) == (4, 4))
         await sick.die()
         await well.release()
         await asyncio.gather(*[each.wait(TO_THE_END) for each in generations])
         assert [list(each.token_ids) for each in generations] == [expected(6)] * 8
-        assert bench.num_running() == 0
-        await bench.sampler.close()
+        assert driver.num_running() == 0
+        await driver.sampler.close()
 
 
 async def test_an_engine_that_left_the_table_is_forgotten(
-    engine: ScriptedEngine, bench: Bench
+    engine: ScriptedEngine, driver: SamplerDriver
 ) -> None:
-    await bench.start().wait(TO_THE_END)
-    assert list(bench.sampler.clients) == [engine.url]
-    bench.view.update(FleetChanged(bench.epoch + 1, ()), "router")
-    assert not bench.sampler.clients
+    await driver.start().wait(TO_THE_END)
+    assert list(driver.sampler.clients) == [engine.url]
+    driver.view.update(FleetChanged(driver.epoch + 1, ()), "router")
+    assert not driver.sampler.clients
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -350,32 +353,32 @@ async def test_the_attempt_counts_of_engines_are_right_after_any_events(seed: in
         settings = GenerationSettings(
             max_fruitless_attempts=1000, backoff_s=0.001, max_backoff_s=0.01
         )
-        bench = Bench(*engines, settings=settings)
+        driver = SamplerDriver(*engines, settings=settings)
         for engine in engines:
             engine.hold()
         generations: list[Generation] = []
         for _ in range(25):
-            await disturb(rng, bench, generations)
-            await until(lambda: all(e.num_live == bench.view.num_requests(e.url) for e in engines))
+            await disturb(rng, driver, generations)
+            await until(lambda: all(e.num_live == driver.view.num_requests(e.url) for e in engines))
         for generation in generations:
             while generation.machine.num_readers:
                 generation.leave()
-        await until(lambda: bench.num_running() == first.num_live == second.num_live == 0)
+        await until(lambda: driver.num_running() == first.num_live == second.num_live == 0)
         for generation in generations:
             assert list(generation.token_ids) == expected(len(generation.token_ids))
-        await bench.sampler.close()
+        await driver.sampler.close()
 
 
-async def disturb(rng: random.Random, bench: Bench, generations: list[Generation]) -> None:
+async def disturb(rng: random.Random, driver: SamplerDriver, generations: list[Generation]) -> None:
     """Take one random action of a client or an engine."""
-    engine = rng.choice(bench.engines)
+    engine = rng.choice(driver.engines)
     one = rng.choice(generations) if generations else None
     match rng.choice(
         ("start", "start", "leave", "join", "seal", "fault", "tokens", "die", "pause")
     ):
         case "start":
             key = f"s{rng.randrange(6)}"
-            generations.append(bench.start(session_key=key, stream=rng.random() < 0.5))
+            generations.append(driver.start(session_key=key, stream=rng.random() < 0.5))
         case "leave" if one:
             one.leave()
         case "join" if one:
@@ -394,53 +397,53 @@ async def disturb(rng: random.Random, bench: Bench, generations: list[Generation
 
 
 async def test_close_seals_running_turns_and_leaves_no_task(engine: ScriptedEngine) -> None:
-    bench = Bench(engine)
+    driver = SamplerDriver(engine)
     engine.hold()
-    generation = bench.start()
+    generation = driver.start()
     await engine.until(lambda: engine.num_live == 1)
     before = asyncio.all_tasks()
-    await bench.sampler.close()
+    await driver.sampler.close()
     assert generation.state is GenerationState.VOID
     assert not [task for task in before if task.get_name().startswith("leg") and not task.done()]
 
 
 async def test_requests_of_two_samplers_never_share_an_id(engine: ScriptedEngine) -> None:
-    benches = [Bench(engine), Bench(engine)]
-    await asyncio.gather(*[bench.start().wait(TO_THE_END) for bench in benches])
+    benches = [SamplerDriver(engine), SamplerDriver(engine)]
+    await asyncio.gather(*[driver.start().wait(TO_THE_END) for driver in benches])
     assert len({request.body["rid"] for request in engine.seen}) == 2
-    for bench in benches:
-        await bench.sampler.close()
+    for driver in benches:
+        await driver.sampler.close()
 
 
 async def test_sessions_that_fall_back_are_counted_each_and_logged_once(
     engine: ScriptedEngine,
 ) -> None:
-    bench = Bench(engine)
+    driver = SamplerDriver(engine)
     await engine.update(3)
-    bench.push(has_publisher=False)
+    driver.push(has_publisher=False)
     with capture_logs() as entries:
         for session in ("a", "b"):
-            generation = bench.start(session_key=session, min_policy_version=7)
+            generation = driver.start(session_key=session, min_policy_version=7)
             await generation.wait(TO_THE_END)
             assert generation.state is GenerationState.COMMITTED
             assert fall_back(generation.policy_versions, 7) == (3, 1)
     fallen = [entry for entry in entries if entry["event"] == "engine.fell_back"]
     assert [(each["session_version"], each["policy_version"]) for each in fallen] == [(7, 3)]
     assert fallen[0]["log_level"] == "warning"
-    await bench.sampler.close()
+    await driver.sampler.close()
 
 
 async def test_a_call_that_waits_for_a_publisher_is_shown_and_logged_with_its_reason(
     engine: ScriptedEngine,
 ) -> None:
     clock = FakeClock()
-    bench = Bench(engine, clock=clock, settings=GenerationSettings(engine_wait_s=60.0))
+    driver = SamplerDriver(engine, clock=clock, settings=GenerationSettings(engine_wait_s=60.0))
     with capture_logs() as entries:
-        generation = bench.start(min_policy_version=7)
-        await until(bench.sampler.waiting)
+        generation = driver.start(min_policy_version=7)
+        await until(driver.sampler.waiting)
         clock.advance(59.0)
         await until(lambda: entries)
-        waiting = bench.sampler.waiting()
+        waiting = driver.sampler.waiting()
         assert waiting
         assert (waiting["num_calls"], waiting["waited_s"]) == (1, 59.0)
         clock.advance(1.0)
@@ -449,37 +452,37 @@ async def test_a_call_that_waits_for_a_publisher_is_shown_and_logged_with_its_re
     why = f"{engine.url}: ready, with policy version 0; the session has seen 7"
     for text in (entry["why"], waiting["why"], str(generation.error)):
         assert why in text
-    await until(lambda: bench.sampler.waiting() is None)
+    await until(lambda: driver.sampler.waiting() is None)
     assert engine.num_seen("/generate") == 0
-    await bench.sampler.close()
+    await driver.sampler.close()
 
 
 async def test_an_attempt_that_waits_for_a_descriptor_is_not_silent_and_faults_no_engine(
     engine: ScriptedEngine,
 ) -> None:
     clock = FakeClock()
-    bench = Bench(engine, clock=clock, settings=GenerationSettings(answer_timeout_s=1.0))
+    driver = SamplerDriver(engine, clock=clock, settings=GenerationSettings(answer_timeout_s=1.0))
     with no_descriptor_left():
-        generation = bench.start(stream=True)
-        while (bench.sampler.waiting() or {}).get("waited_s", 0.0) < 5.0:
+        generation = driver.start(stream=True)
+        while (driver.sampler.waiting() or {}).get("waited_s", 0.0) < 5.0:
             clock.advance(0.1)
             await asyncio.sleep(0)
-        assert "ulimit -n" in (bench.sampler.waiting() or {})["why"]
+        assert "ulimit -n" in (driver.sampler.waiting() or {})["why"]
         assert generation.state is GenerationState.RUNNING
     await generation.wait(TO_THE_END)
     assert list(generation.token_ids) == expected(6)
-    assert (bench.faults, engine.num_seen("/generate")) == ([], 1)
-    await bench.sampler.close()
+    assert (driver.faults, engine.num_seen("/generate")) == ([], 1)
+    await driver.sampler.close()
 
 
 async def test_a_turn_that_waited_too_long_for_a_descriptor_names_the_remedy(
     engine: ScriptedEngine,
 ) -> None:
-    bench = Bench(engine, settings=GenerationSettings(engine_wait_s=0.1))
+    driver = SamplerDriver(engine, settings=GenerationSettings(engine_wait_s=0.1))
     with no_descriptor_left():
-        generation = bench.start()
+        generation = driver.start()
         await generation.wait(TO_THE_END)
     assert generation.state is GenerationState.VOID
     assert isinstance(generation.error, LocalShortage)
-    assert bench.faults == []
-    await bench.sampler.close()
+    assert driver.faults == []
+    await driver.sampler.close()

@@ -25,9 +25,9 @@ from rollmesh.runtime.generation.sampling import (
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 from rollmesh.wire.machine import Ticked
-from tests.unit.runtime.generation_bench import ENGINE, running
-from tests.unit.runtime.generation_world import ABORT
-from tests.unit.runtime.sampler_bench import TO_THE_END, Bench
+from tests.unit.runtime.generation_driver import ENGINE, running
+from tests.unit.runtime.random_engines import ABORT
+from tests.unit.runtime.sampler_driver import TO_THE_END, SamplerDriver
 
 ASK = RequestedSampling(temperature=0.0, top_p=0.5, seed=1, frequency_penalty=1.0, max_tokens=9)
 
@@ -149,85 +149,85 @@ def test_the_reason_why_no_engine_is_available_is_bounded_in_length() -> None:
 
 
 def test_attempts_without_tokens_back_off_and_end() -> None:
-    bench = running()
+    driver = running()
     for attempt in range(17):
-        assert bench.machine.error is None
-        bench.sample(attempt, finish=ABORT)
-        bench.step(Ticked(), after_s=1.0)
-        bench.step(ENGINE)
-    assert bench.machine.state is GenerationState.VOID
-    assert isinstance(bench.machine.error, EngineUnavailable)
+        assert driver.machine.error is None
+        driver.sample(attempt, finish=ABORT)
+        driver.step(Ticked(), after_s=1.0)
+        driver.step(ENGINE)
+    assert driver.machine.state is GenerationState.VOID
+    assert isinstance(driver.machine.error, EngineUnavailable)
 
 
 def test_a_turn_at_a_single_failing_engine_ends_with_its_error() -> None:
-    bench = running()
+    driver = running()
     for attempt in range(3):
-        assert bench.machine.error is None
-        bench.step(EngineAttemptFailed(attempt, "http://a: HTTP 500: oops", "broke"))
-        assert bench.actions_of(ReportFault)
-        bench.step(Ticked(), after_s=1.0)
-        bench.step(ENGINE)
-    assert bench.machine.state is GenerationState.VOID
-    assert "last: http://a: HTTP 500: oops" in str(bench.machine.error)
+        assert driver.machine.error is None
+        driver.step(EngineAttemptFailed(attempt, "http://a: HTTP 500: oops", "broke"))
+        assert driver.actions_of(ReportFault)
+        driver.step(Ticked(), after_s=1.0)
+        driver.step(ENGINE)
+    assert driver.machine.state is GenerationState.VOID
+    assert "last: http://a: HTTP 500: oops" in str(driver.machine.error)
 
 
 def test_an_engine_is_not_given_up_after_parking_or_a_restart() -> None:
-    bench = running()
-    bench.step(EngineAttemptFailed(0, "cut"))
-    bench.step(EngineChosen(ENGINE.url, "i2", 0), after_s=60.0)
-    bench.step(EngineAttemptFailed(1, "cut"))
-    assert bench.machine.error is None
-    bench.step(Ticked(), after_s=60.0)
-    bench.step(ENGINE)
-    bench.step(ReaderLeft())
-    bench.step(EngineAttemptFailed(2, "cut"))
-    assert bench.machine.state is GenerationState.PARKED
+    driver = running()
+    driver.step(EngineAttemptFailed(0, "cut"))
+    driver.step(EngineChosen(ENGINE.url, "i2", 0), after_s=60.0)
+    driver.step(EngineAttemptFailed(1, "cut"))
+    assert driver.machine.error is None
+    driver.step(Ticked(), after_s=60.0)
+    driver.step(ENGINE)
+    driver.step(ReaderLeft())
+    driver.step(EngineAttemptFailed(2, "cut"))
+    assert driver.machine.state is GenerationState.PARKED
 
 
 def test_a_request_whose_images_break_engines_ends_without_fencing_them() -> None:
-    bench = running(images=("https://nowhere/a.png",))
+    driver = running(images=("https://nowhere/a.png",))
     for attempt in range(2):
-        bench.step(EngineAttemptFailed(attempt, "HTTP 500: oops", "broke"))
-        assert bench.actions_of(AvoidEngine)
-        bench.step(Ticked(), after_s=1.0)
-        bench.step(ENGINE)
-    bench.step(EngineAttemptFailed(2, "HTTP 500: oops", "broke"))
-    assert bench.actions_of(ReportFault) == []
-    assert bench.machine.state is GenerationState.VOID
-    assert "HTTP 500: oops" in str(bench.machine.error)
+        driver.step(EngineAttemptFailed(attempt, "HTTP 500: oops", "broke"))
+        assert driver.actions_of(AvoidEngine)
+        driver.step(Ticked(), after_s=1.0)
+        driver.step(ENGINE)
+    driver.step(EngineAttemptFailed(2, "HTTP 500: oops", "broke"))
+    assert driver.actions_of(ReportFault) == []
+    assert driver.machine.state is GenerationState.VOID
+    assert "HTTP 500: oops" in str(driver.machine.error)
 
 
 def test_a_resumed_attempt_that_fails_at_its_images_fences_no_engine_either() -> None:
     """An address may have become invalid, or the model has sampled an image placeholder."""
-    bench = running(images=("https://gone/a.png",))
-    bench.sample(0, 1, finish=ABORT)
+    driver = running(images=("https://gone/a.png",))
+    driver.sample(0, 1, finish=ABORT)
     for attempt in range(1, 4):
-        bench.step(Ticked(), after_s=1.0)
-        bench.step(ENGINE)
-        bench.step(EngineAttemptFailed(attempt, "HTTP 500: oops", "broke"))
-        assert bench.actions_of(ReportFault) == []
-    assert "HTTP 500: oops" in str(bench.machine.error)
+        driver.step(Ticked(), after_s=1.0)
+        driver.step(ENGINE)
+        driver.step(EngineAttemptFailed(attempt, "HTTP 500: oops", "broke"))
+        assert driver.actions_of(ReportFault) == []
+    assert "HTTP 500: oops" in str(driver.machine.error)
 
 
 def test_queues_that_stay_full_end_the_turn_as_overload_within_bounds() -> None:
-    bench = running()
+    driver = running()
     for attempt in range(9):
-        assert bench.machine.error is None
-        bench.step(EngineAttemptFailed(attempt, "http://a: the queue is full", "overloaded"))
-        bench.step(Ticked(), after_s=1.0)
-        bench.step(ENGINE)
-    assert isinstance(bench.machine.error, EngineOverloaded)
-    assert str(bench.machine.error) == "http://a: the queue is full"
-    assert bench.now_s < 10.0
+        assert driver.machine.error is None
+        driver.step(EngineAttemptFailed(attempt, "http://a: the queue is full", "overloaded"))
+        driver.step(Ticked(), after_s=1.0)
+        driver.step(ENGINE)
+    assert isinstance(driver.machine.error, EngineOverloaded)
+    assert str(driver.machine.error) == "http://a: the queue is full"
+    assert driver.now_s < 10.0
 
 
 async def test_a_turn_of_a_session_of_another_run_is_not_delayed() -> None:
     async with ScriptedEngine(endless_token) as engine:
-        bench = Bench(engine)
+        driver = SamplerDriver(engine)
         row = EngineRow(engine.url, "i1", EnginePhase.READY, int(engine.weight_version))
-        bench.view.update(FleetChanged(bench.epoch + 1, (row,), row.policy_version), "router")
-        generation = bench.start(min_policy_version=row.policy_version + 1)
+        driver.view.update(FleetChanged(driver.epoch + 1, (row,), row.policy_version), "router")
+        generation = driver.start(min_policy_version=row.policy_version + 1)
         await generation.wait(TO_THE_END)
         assert isinstance(generation.error, EngineUnavailable)
         assert "was of another run" in str(generation.error)
-        await bench.sampler.close()
+        await driver.sampler.close()

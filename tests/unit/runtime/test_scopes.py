@@ -19,7 +19,7 @@ from rollmesh.runtime.session import SessionState
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.session_world import MORE, USER, ReplyIds, assistant, call, turn
+from tests.unit.runtime.session_calls import MORE, USER, ReplyIds, assistant, call, turn
 
 GROUP = GroupId("r", 0)
 ROLLOUT = RolloutId(GROUP, 1)

@@ -25,7 +25,7 @@ from rollmesh.runtime.tokens.prompts import Chat, Prompts
 from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedSampler, logprob_at
-from tests.unit.runtime.session_world import (
+from tests.unit.runtime.session_calls import (
     MORE,
     TO_THE_END,
     TOOLS,

@@ -19,10 +19,8 @@ from rollmesh.runtime.session import SessionRecord
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.history_world import StoredChat
-from tests.unit.runtime.history_world import turn as history_turn
 from tests.unit.runtime.random_chats import RandomAgent
-from tests.unit.runtime.session_world import (
+from tests.unit.runtime.session_calls import (
     MORE,
     SYSTEM,
     TOOLS,
@@ -34,6 +32,8 @@ from tests.unit.runtime.session_world import (
     open_session,
     turn,
 )
+from tests.unit.runtime.stored_chat import StoredChat
+from tests.unit.runtime.stored_chat import turn as history_turn
 
 
 def as_array(*messages: Message, tools: bytes = b"") -> Turn:

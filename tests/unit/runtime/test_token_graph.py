@@ -17,7 +17,7 @@ from rollmesh.runtime.conversation.token_graph import (
 )
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.session_world import Message, ReplyIds, assistant, call, open_session, turn
+from tests.unit.runtime.session_calls import Message, ReplyIds, assistant, call, open_session, turn
 
 PARAMS = SamplingParams(max_tokens=8)
 

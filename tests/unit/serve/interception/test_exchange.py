@@ -23,7 +23,7 @@ from rollmesh.serve.interception import request
 from rollmesh.serve.interception.exchange import ExchangeState, guard
 from rollmesh.serve.interception.request import HttpRequest
 from tests.disks import lose_files, no_room_in_memory
-from tests.unit.runtime.event_writer_world import ListEventWriter
+from tests.unit.runtime.list_event_writer import ListEventWriter
 from tests.unit.serve.interception.conftest import AgentSession, StartAgent
 from tests.unit.serve.interception.http_client import GET, LAST_GET, HeldHandler, serving
 

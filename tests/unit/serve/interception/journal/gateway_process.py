@@ -20,7 +20,7 @@ from rollmesh.serve.interception.sessions import RegisteredSession, SessionRegis
 from rollmesh.serve.interception.token_capture import TokenCapture, TokenSession
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.session_world import Message, call
+from tests.unit.runtime.session_calls import Message, call
 
 SEGMENT_BYTES = 16 * 1024
 RETENTION_S = 1e9

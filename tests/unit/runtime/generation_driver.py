@@ -17,12 +17,12 @@ from rollmesh.runtime.generation.generation import Action, Event, GenerationMach
 from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.testing.engine import STOP_TOKEN
 from rollmesh.wire.machine import Ticked
-from tests.unit.runtime.generation_world import PROMPT
+from tests.unit.runtime.random_engines import PROMPT
 
 ENGINE = EngineChosen("http://a", "i1", 0)
 
 
-class Bench:
+class GenerationDriver:
     """A machine, a stopped clock, and the actions of the last step."""
 
     def __init__(
@@ -62,11 +62,11 @@ class Bench:
         return [action for action in self.actions if isinstance(action, kind)]
 
 
-def running(**params: object) -> Bench:
+def running(**params: object) -> GenerationDriver:
     """Return a machine with one reader and the open attempt 0."""
-    bench = Bench(**params)  # type: ignore[arg-type]
-    assert bench.step(Ticked()) == [ChooseEngine(0)]
-    bench.step(ReaderJoined())
-    [start] = bench.step(ENGINE)
+    driver = GenerationDriver(**params)  # type: ignore[arg-type]
+    assert driver.step(Ticked()) == [ChooseEngine(0)]
+    driver.step(ReaderJoined())
+    [start] = driver.step(ENGINE)
     assert start == StartAttempt(0, "r.0", ENGINE.url, 10, "0", True)
-    return bench
+    return driver

@@ -15,7 +15,7 @@ from rollmesh.runtime.session_deps import RuntimeCounters, SessionDeps, SessionO
 from rollmesh.runtime.session_log import EventWriter
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.event_writer_world import ListEventWriter
+from tests.unit.runtime.list_event_writer import ListEventWriter
 
 Message = dict[str, object]
 ReplyIds = Callable[[str], Sequence[int]]

@@ -33,7 +33,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
         yield engine
 
 
-class Bench:
+class SamplerDriver:
     """A sampler over scripted engines, with a fleet table that the test controls."""
 
     def __init__(
