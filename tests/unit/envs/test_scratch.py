@@ -3,10 +3,10 @@
 import asyncio
 import errno
 import os
+import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -64,10 +64,10 @@ async def test_folders_of_a_killed_worker_are_swept_and_those_in_use_are_not(
     assert os.listdir(tmp_path) == [other.parent.name]
 
 
-CREATES_AND_REMOVES = """import asyncio
+CREATES_AND_REMOVES = """import asyncio, signal, sys
 from rollmesh.envs.scratch import new_scratch
 async def main():
-    print(flush=True)
+    signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))  # SIGALRM ends it without cleanup
     while True:
         async with new_scratch() as scratch:
             (scratch.work / "file").write_text("x")
@@ -79,15 +79,13 @@ def test_a_worker_may_be_killed_at_any_moment_of_creation_and_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    argv = [sys.executable, "-c", CREATES_AND_REMOVES]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    for milliseconds in range(0, 8, 2):
-        with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE) as worker:
-            assert worker.stdout
-            assert worker.stdout.readline()
-            time.sleep(milliseconds / 1000)
-            sweep()
-            worker.kill()
+    for milliseconds in range(1, 9, 2):
+        argv = [sys.executable, "-c", CREATES_AND_REMOVES, str(milliseconds / 1000)]
+        with subprocess.Popen(argv, env=environment) as worker:
+            while worker.poll() is None:
+                sweep()
+        assert worker.returncode == -signal.SIGALRM
         sweep()
         assert os.listdir(tmp_path) == []
 
