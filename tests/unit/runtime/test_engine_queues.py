@@ -14,8 +14,9 @@ from rollmesh.wire.fleet import EnginePhase
 from tests.unit.runtime.sampler_driver import (
     PAUSES,
     TO_THE_END,
-    SamplerDriver,  # the fixture
+    SamplerDriver,
 )
+from tests.unit.runtime.sampler_driver import engine as engine  # a fixture
 
 PLACES = 8
 SENT = 9

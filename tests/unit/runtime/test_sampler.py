@@ -34,6 +34,7 @@ from tests.unit.runtime.sampler_driver import (
     expected,
     until,
 )
+from tests.unit.runtime.sampler_driver import engine as engine  # a fixture
 
 
 @pytest.fixture
@@ -408,10 +409,10 @@ async def test_close_seals_running_turns_and_leaves_no_task(engine: ScriptedEngi
 
 
 async def test_requests_of_two_samplers_never_share_an_id(engine: ScriptedEngine) -> None:
-    benches = [SamplerDriver(engine), SamplerDriver(engine)]
-    await asyncio.gather(*[driver.start().wait(TO_THE_END) for driver in benches])
+    drivers = [SamplerDriver(engine), SamplerDriver(engine)]
+    await asyncio.gather(*[driver.start().wait(TO_THE_END) for driver in drivers])
     assert len({request.body["rid"] for request in engine.seen}) == 2
-    for driver in benches:
+    for driver in drivers:
         await driver.sampler.close()
 
 
