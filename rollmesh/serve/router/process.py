@@ -169,8 +169,13 @@ class SideThread:
     async def _probe(self) -> None:
         http = HttpClient(shortage_wait_s=PROBE_SHORTAGE_WAIT_S)
         async with http, asyncio.TaskGroup() as probes:
+            running: set[asyncio.Task[None]] = set()
             while ask := await self._asks.get():
-                probes.create_task(self._answer(ask, http))
+                probe = probes.create_task(self._answer(ask, http))
+                running.add(probe)
+                probe.add_done_callback(running.discard)
+            for probe in running:  # the router does not wait for an engine that hangs
+                probe.cancel()
 
     async def _answer(self, ask: ProbeEngine | ContinueEngine, http: HttpClient) -> None:
         try:
