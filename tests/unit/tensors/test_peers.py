@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from rollmesh.tensors import peers as peers_module
 from rollmesh.tensors.framed_socket import FramedSocket
 from rollmesh.tensors.frames import Fetch, Sent, decode_request, frame, pack_numbers
 from rollmesh.tensors.handles import Content, RTensor
-from rollmesh.tensors.peers import Peers
+from rollmesh.tensors.peers import Peer, Peers
 from tests.unit.tensors.fetches import ThreadCall
 from tests.unit.tensors.owners import (
     PATIENCE_S,
@@ -122,23 +122,28 @@ def test_ended_loans_are_returned_without_a_further_call(peers: Peers) -> None:
             soon(lambda: owner.store.stats().retained_bytes == 0)
 
 
-def test_peers_that_close_while_loans_are_reported_end_their_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    drain = peers_module._drain  # noqa: SLF001 - the moment between two reads of the queue
-    is_reporting = threading.Event()
+class LateEvent(threading.Event):
+    """An event whose `wait` has just timed out when `close` sets it and ends the queue."""
 
-    def drain_after_close(loan_queue: queue.SimpleQueue[Any]) -> list[Any]:
-        is_reporting.set()
-        soon(lambda: not loan_queue.empty())
-        return drain(loan_queue)
+    def __init__(self, loan_queue: queue.SimpleQueue[Peer | None]) -> None:
+        super().__init__()
+        self.is_awaited = threading.Event()
+        self._loan_queue = loan_queue
 
-    monkeypatch.setattr(peers_module, "_drain", drain_after_close)
+    def wait(self, timeout: float | None = None) -> bool:
+        self.is_awaited.set()
+        soon(lambda: not self._loan_queue.empty())
+        return False
+
+
+def test_peers_that_close_while_loans_are_reported_end_their_thread() -> None:
     with owned() as owner:
         peers = Peers()
+        is_closing = LateEvent(peers._loan_queue)  # noqa: SLF001 - the race needs its moment
+        peers._is_closing = is_closing  # noqa: SLF001 - see above
         contents = peers.fetch(owner.address, owner.put([64]))
         del contents
-        assert is_reporting.wait(PATIENCE_S)
+        assert is_closing.is_awaited.wait(PATIENCE_S)
         ThreadCall(peers.close).result()
 
 
