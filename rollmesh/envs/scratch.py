@@ -1,6 +1,6 @@
 """Scratch folders of rollouts, and reading their files without following links out of them.
 
-    rollmesh-x1y2/  home/  work/  lock       held while the rollout and its worker run
+    rollmesh-rollout-x1y2/  home/  work/  lock       held while the rollout and its worker run
 
 - A scratch folder is readable by our user only, below TMPDIR, and removed whatever its program did
   to permissions; `sweep` removes those of killed workers.
@@ -31,6 +31,9 @@ from rollmesh.core.logs import get_logger
 log = get_logger()
 
 PREFIX = "rollmesh-"
+"""Of all temporary folders of rollmesh; those with a lock that is free are swept."""
+ROLLOUT_PREFIX = f"{PREFIX}rollout-"
+"""Of the scratch folders; their creators expect that empty ones are swept too."""
 LOCK = "lock"
 
 
@@ -86,8 +89,8 @@ def sweep() -> int:
 def _lock_of_ours(root: Path) -> int | None:
     """Take the lock of `root`, if it is a folder of our user and no worker holds the lock.
 
-    An empty folder is removed here: its worker was killed just before or just after the lock file
-    was there. A worker that lives creates another one (`_make`).
+    An empty scratch folder is removed here: its worker was killed just before or just after the
+    lock file was there. A worker that lives creates another one (`_make`).
     """
     try:
         folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -96,8 +99,9 @@ def _lock_of_ours(root: Path) -> int | None:
     try:
         if os.fstat(folder).st_uid != os.geteuid():
             return None
-        with contextlib.suppress(OSError):
-            root.rmdir()
+        if root.name.startswith(ROLLOUT_PREFIX):
+            with contextlib.suppress(OSError):
+                root.rmdir()
         return _lock(LOCK, os.O_RDWR, folder)
     except OSError:
         return None
@@ -108,7 +112,7 @@ def _lock_of_ours(root: Path) -> int | None:
 def _make() -> tuple[ScratchFolders, int]:
     """Create the folders; return them and the descriptor that holds their lock."""
     while True:
-        root = Path(tempfile.mkdtemp(prefix=PREFIX))
+        root = Path(tempfile.mkdtemp(prefix=ROLLOUT_PREFIX))
         scratch = ScratchFolders(root / "home", root / "work")
         try:
             lock = _lock(root / LOCK, os.O_RDWR | os.O_CREAT)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.errors import InfraError
-from rollmesh.envs.scratch import new_scratch, remove, sweep
+from rollmesh.envs.scratch import ROLLOUT_PREFIX, new_scratch, remove, sweep
 
 
 async def test_scratch_folders_are_empty_private_and_removed(
@@ -90,11 +90,14 @@ def test_a_worker_may_be_killed_at_any_moment_of_creation_and_removal(
         assert os.listdir(tmp_path) == []
 
 
-def test_an_empty_folder_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_scratch_folder_is_swept_and_another_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / f"{ROLLOUT_PREFIX}x").mkdir()
     (tmp_path / "rollmesh-x").mkdir()
     sweep()
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == ["rollmesh-x"]
 
 
 async def test_nothing_is_left_of_a_rollout_that_is_cancelled_while_its_folder_is_created(
