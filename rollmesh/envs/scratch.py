@@ -31,9 +31,9 @@ from rollmesh.core.logs import get_logger
 log = get_logger()
 
 PREFIX = "rollmesh-"
-"""Of all temporary folders of rollmesh; those with a lock that is free are swept."""
+"""Begins the names of rollmesh's temporary folders; those whose lock is free are swept."""
 ROLLOUT_PREFIX = f"{PREFIX}rollout-"
-"""Of the scratch folders; their creators expect that empty ones are swept too."""
+"""Begins the names of scratch folders; empty ones are swept too, as their creators expect."""
 LOCK = "lock"
 
 
