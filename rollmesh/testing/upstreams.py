@@ -152,11 +152,13 @@ class ChatRequestSeen(msgspec.Struct, frozen=True):
 ChatScript = Callable[[ChatRequestSeen], ChatAnswer]
 
 
-def say(*answers: str | ChatAnswer) -> ChatScript:
+def scripted(*answers: str | ChatAnswer) -> ChatScript:
     """Return a script that gives `answers` one after the other."""
     pending = [ChatAnswer(a) if isinstance(a, str) else a for a in answers]
     return lambda _: (
-        pending.pop(0) if pending else ChatAnswer(status=500, body=b"the script is dry")
+        pending.pop(0)
+        if pending
+        else ChatAnswer(status=500, body=b"the script has no more answers")
     )
 
 
@@ -164,7 +166,7 @@ class ChatEndpoint:
     """`async with ChatEndpoint(script) as endpoint:` serves on a free port until the block ends."""
 
     def __init__(self, script: ChatScript | Iterable[str | ChatAnswer]) -> None:
-        self._script = script if callable(script) else say(*script)
+        self._script = script if callable(script) else scripted(*script)
         self._runner = web.ServerRunner(web.Server(self._handle), shutdown_timeout=1.0)
         self.requests: list[ChatRequestSeen] = []
         self.endpoint = Endpoint("", "", "")

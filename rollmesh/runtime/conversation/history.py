@@ -105,7 +105,7 @@ class MessageHistory:
         tools_key = tools_key_of(turn.tools)
         root = start or self.roots.get(tools_key) or MessageNode(None, b"")
         lookup = self._walk_from(root, turn)
-        lookup.go(turn.messages)
+        lookup.advance(turn.messages)
         if turn.messages_raw:
             lookup = self._walk_array(lookup, turn.messages_raw)
         return conclude(lookup, tools_key)
@@ -115,9 +115,9 @@ class MessageHistory:
         root = self.roots.get(match.tools_key) or MessageNode(None, b"")
         lookup = self._walk_from(root, turn)
         lookup.is_stopped = True
-        lookup.go(turn.messages)
+        lookup.advance(turn.messages)
         if turn.messages_raw:
-            lookup.go(split_array(turn.messages_raw))
+            lookup.advance(split_array(turn.messages_raw))
         lookup.array, lookup.array_start = match.lookup.array, match.lookup.array_start
         lookup.prefix_hash = match.lookup.prefix_hash
         again = conclude(lookup, match.tools_key)
@@ -266,7 +266,7 @@ class MessageHistory:
         onward = lookup.skip(known, array) if known else None
         if onward is None:
             onward = lookup
-            lookup.go(split_array(array))
+            lookup.advance(split_array(array))
         onward.array, onward.array_start = array, start
         return onward
 

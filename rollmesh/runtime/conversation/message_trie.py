@@ -2,12 +2,13 @@
 
     root --system--> . --user--> [context node] --assistant--> [sampled node] --tool--> [context]
 
-- A unit of a request is looked up by its bytes (BLAKE2b); only if these are new, it is parsed and
-  looked up by meaning. A lookup changes nothing; history.py stores the aliases that it found.
+- A unit of a request is looked up by the hash of its bytes; only if these are new, it is parsed
+  and looked up by meaning. A lookup changes nothing; history.py stores the aliases that it found.
 - A request that ends with the model's own answer gets a node without a message after that answer.
 - A prefix of an array that was sent before is found by its hash and not parsed again. Units with
   images are cached as parsed, for agents that drop their oldest screenshots.
-- Keys are equal in every process, unlike Python's salted hash.
+- `key_of` and `unit_key` are equal in every process, unlike Python's salted hash, which serves
+  within one.
 """
 
 import hashlib
@@ -26,7 +27,8 @@ TAIL_BYTES = 2048
 
 
 def key_of(*parts: bytes) -> int:
-    """64 bits of BLAKE2b over the parts, in order."""
+    """A 64-bit key of the parts, in order: CRC-32 of all bytes, and 32 bits of SHA-256 over the
+    length and the last TAIL_BYTES of each."""
     checksum, tails = 0, []
     for part in parts:
         checksum = zlib.crc32(part, checksum)
@@ -169,10 +171,10 @@ class PrefixHash(msgspec.Struct, frozen=True):
 
     def rest(self, array: bytes) -> Iterator[bytes]:
         """The units of `array` after these."""
-        behind = self.num_bytes + 1
+        rest_start = self.num_bytes + 1
         if array[self.num_bytes] == ord("]"):
             return iter(())
-        return split_array(b"".join((b"[", memoryview(array)[behind:])))
+        return split_array(b"".join((b"[", memoryview(array)[rest_start:])))
 
 
 class PrefixIndex:
@@ -357,7 +359,7 @@ class Lookup:
         """Units of the request, or of its array, up to here."""
         return self.num_skipped + len(self.units)
 
-    def go(self, units: Iterable[bytes]) -> None:
+    def advance(self, units: Iterable[bytes]) -> None:
         """Continue while units are known."""
         for unit in units:
             self.units.append(unit)
@@ -370,7 +372,7 @@ class Lookup:
         lookup.aliases = list(self.aliases)
         lookup.renamed = None if self.renamed is None else list(self.renamed)
         lookup.num_skipped, lookup.prefix_hash = prefix_hash.num_units, prefix_hash
-        lookup.go(prefix_hash.rest(array))
+        lookup.advance(prefix_hash.rest(array))
         if lookup.anchor is None and (lookup.is_stopped or lookup.message_node.asked() is None):
             return None
         return lookup

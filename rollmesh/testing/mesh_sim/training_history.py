@@ -59,7 +59,7 @@ class TrainingHistory:
         self._trained: dict[int, list[Rollouts]] = {}
         """Tokens that are left once those that are too old are masked, by step."""
         self._freed: set[GroupId] = set()
-        """Groups that the journal need not have any more."""
+        """Groups that the journal may have removed."""
         self._unwritten: set[GroupId] = set()
         """Groups whose rows were lost with a damaged checkpoint."""
         self._lost_steps: set[int] = set()
@@ -157,7 +157,7 @@ class TrainingHistory:
         assert not waiting & outcomes.keys(), "what has left waits for a step"
         missing = self.asked.keys() - outcomes.keys() - waiting - self._unwritten
         assert not missing, f"unknown end of {missing}"
-        assert outcomes.keys() <= self.asked.keys(), "a group left whose ask the disk never took"
+        assert outcomes.keys() <= self.asked.keys(), "a group left without a request on the disk"
         for group_id, outcome in outcomes.items():
             allowed = self._allowed_outcomes(group_id)
             assert outcome in allowed, f"{group_id} left as {outcome}"
@@ -210,7 +210,7 @@ class TrainingHistory:
 
 
 def ids_of(groups: Groups) -> set[GroupId]:
-    """Yield them one by one."""
+    """Return the ids in the intervals."""
     return {
         GroupId(run_id, seq)
         for run_id, intervals in groups.items()

@@ -1,6 +1,6 @@
 """The fleet of a seed: nodes, pipelines, and what each pipeline does step by step.
 
-- The same seed draws the same. What is drawn can come to its end on a fleet without faults.
+- The same seed draws the same fleet, whose pipelines can all finish if there are no faults.
 - A plan is a value; lengths are drawn for each step.
 """
 
@@ -21,9 +21,9 @@ class Boundary(enum.StrEnum):
     """How a pipeline moves from its rollouts to its training and back."""
 
     CLEARS = "clears"
-    """Its progress ends and that closes the demand; each cluster is requested and released."""
+    """The end of its progress closes the demand; each cluster is requested and released."""
     CHAINS = "chains"
-    """The pipeline exchanges one cluster for the next at once, all around."""
+    """The pipeline exchanges one cluster for the next at once."""
     SIGNALS = "signals"
     """The pipeline keeps its engines while it trains, and announces each step."""
 
@@ -89,7 +89,7 @@ def _plan(rng: random.Random, name: str, num_nodes: int, tp: int) -> PipelinePla
         phases.insert(0, (cluster, priority, rng.uniform(0.3, 1.5)))
     clusters = {cluster: _some(rng, gpus, 1) for cluster, _, _ in phases}
     boundary = rng.choice(tuple(Boundary))
-    # Two that keep engines which nobody may take, and wait for each other's, wait for ever.
+    # Two pipelines that keep engines without preemption and wait for each other's would deadlock.
     gives_way = boundary is Boundary.SIGNALS or rng.random() < 0.9
     spec = PipelineSpec(
         pipeline_id=name,

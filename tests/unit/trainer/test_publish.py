@@ -190,7 +190,7 @@ class StuckTransport:
     ) -> None:
         """Do nothing."""
 
-    async def load(self, client: EngineBackend, _cargo: Payload, _timeout_s: float) -> None:
+    async def load(self, client: EngineBackend, _payload: Payload, _timeout_s: float) -> None:
         try:
             await self.gate.wait()
         except asyncio.CancelledError:

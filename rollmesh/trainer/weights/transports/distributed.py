@@ -131,7 +131,7 @@ class DistributedTransport:
         self._members: dict[str, EngineBackend] = {}
 
     async def begin(
-        self, _cargo: Payload, _clients: Sequence[EngineBackend], _timeout_s: float
+        self, _payload: Payload, _clients: Sequence[EngineBackend], _timeout_s: float
     ) -> None:
         """Start the sender process. The group is formed later: an engine that waits for peers to
         join cannot serve."""
