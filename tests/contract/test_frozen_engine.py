@@ -188,6 +188,7 @@ async def cut_by_a_freeze(pair: list[Watched], victim: EngineProcess) -> Watched
     return cut if cut.silence_s > LEFT_AFTER_S and cut.went_on_s > frozen_s else None
 
 
+@pytest.mark.slow
 async def test_a_turn_whose_engine_freezes_resumes_on_another_and_is_counted_once(
     victim: EngineProcess, other: EngineProcess, model_folder: Path, tmp_path: Path
 ) -> None:

@@ -134,6 +134,7 @@ async def until_three_comments(streams: Sequence[Stream]) -> None:
         await stream.until_comments(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["abort", "retract"])
 async def test_an_update_by_another_trainer_is_a_pause_for_every_caller(
     engine: EngineUnderContract, address: str, model_folder: Path, tmp_path: Path, mode: str

@@ -80,6 +80,7 @@ async def test_weights_from_memory_score_like_those_of_the_file(
     await carrier.close()
 
 
+@pytest.mark.slow
 async def test_broadcast_weights_score_like_those_of_the_file_repeatedly(
     engine: EngineUnderContract, client: EngineBackend, payload: Payload, newer_folder: Path
 ) -> None:

@@ -142,6 +142,7 @@ async def test_kept_groups_of_a_killed_client_reach_its_successor_and_run_once(
     assert mesh.engine.num_seen("/generate") == num_calls == 4 * 2 * 2 + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 async def test_clients_killed_at_any_moment_do_not_affect_others(
     mesh: Mesh, tmp_path: Path, seed: int

@@ -23,6 +23,8 @@ from rollmesh.trainer.controller.dispatch import DispatchRule
 from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
 from tests.flow.rank_group import plan, serving_runtime
 
+pytestmark = pytest.mark.slow
+
 GONE_S = 60.0
 DOUBLE = RoleCall(
     "sums.double",

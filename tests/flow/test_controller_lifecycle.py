@@ -25,6 +25,8 @@ from rollmesh.trainer.controller.spec import PlaneSpec, RankSpec, Topology
 from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
 from tests.flow.rank_group import SMALL, plan, serving_runtime
 
+pytestmark = pytest.mark.slow
+
 GONE_S = 60.0
 ALL = Reduce(default="sum")
 

@@ -101,6 +101,7 @@ def expected(num_tokens: int) -> list[int]:
     return context[len(PROMPT) :]
 
 
+@pytest.mark.slow
 async def test_turns_begun_while_all_engines_sleep_survive_every_sleep_with_exact_tokens(
     script_mesh: SleepingMesh, scripted: list[ScriptedEngine]
 ) -> None:
@@ -191,6 +192,7 @@ async def test_only_a_woken_engine_loads_the_newest_weights_and_is_probed(
     await worker.close()
 
 
+@pytest.mark.slow
 async def test_an_engine_wakes_with_its_adapter_before_it_serves(
     torch_mesh: SleepingMesh, models: list[Path]
 ) -> None:

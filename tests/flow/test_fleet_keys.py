@@ -125,6 +125,7 @@ def test_members_with_the_keys_are_admitted(fleet: KeyedFleet) -> None:
         threading.Event().wait(0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_other_keys_or_none_are_reported_as_an_error(
     fleet: KeyedFleet, monkeypatch: pytest.MonkeyPatch

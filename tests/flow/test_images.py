@@ -381,6 +381,7 @@ async def test_a_relay_passes_images_on_and_keeps_each_once(
     assert len(shot(1)) < row["held_bytes"] < len(shot(1)) + 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", AGENTS)
 async def test_a_gateway_killed_at_every_turn_recovers_the_screenshots_and_messages(
     kind: type[Chat], folder: Path, tokenizer: Tokenizer, tmp_path: Path

@@ -4,6 +4,8 @@ import asyncio
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.types import Outcome
 from rollmesh.serve.client.client import Finished, RolloutClient
@@ -33,6 +35,7 @@ class TheEnv(Plain):
 """
 
 
+@pytest.mark.slow
 async def test_a_turn_that_is_retried_while_all_engines_sleep_is_sampled_once(
     tmp_path: Path,
 ) -> None:

@@ -66,6 +66,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_two_ranks_read_the_same_bytes_that_the_intake_wrote(folder: Path) -> None:
     with serving_runtime() as home:
         assert home.plane.store is not None

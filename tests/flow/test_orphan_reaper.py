@@ -30,6 +30,7 @@ class Forker(EchoEnv):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_neither_a_daemon_nor_a_fork_outlives_its_worker(
     tmp_path: Path, number: signal.Signals

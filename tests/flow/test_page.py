@@ -280,6 +280,7 @@ def test_an_evaluation_is_shown_as_an_evaluation(browser: webdriver.Chrome, tmp_
         wait(browser, lambda _: "ValueError: no" in text_of(browser, "#viewer .error"))
 
 
+@pytest.mark.slow
 def test_tool_calls_are_shown_as_calls(
     browser: webdriver.Chrome, address: str, run: FakeRun
 ) -> None:

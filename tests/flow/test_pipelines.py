@@ -24,6 +24,8 @@ from tests.flow.trained_mesh import RunHistory
 from tests.flow.trained_mesh import model as model  # the fixture
 from tests.flow.worker_mesh import look_until
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 5
 LIMIT_S = 240.0
 EXACT = 1e-3
@@ -105,7 +107,6 @@ def test_two_pipelines_share_four_slots_and_both_train_to_their_end(fleet: Share
     check_slots(fleet)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_scheduler_killed_during_a_run_does_not_affect_the_pipelines(fleet: SharedFleet) -> None:
     runs = {pipeline: fleet.begin(pipeline) for pipeline in TRAINS_ON}
@@ -121,7 +122,6 @@ def test_a_scheduler_killed_during_a_run_does_not_affect_the_pipelines(fleet: Sh
     assert fleet.view().scheduler != before
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_stopped_pipeline_frees_its_slots_and_one_whose_trainer_dies_resumes(
     fleet: SharedFleet,
@@ -140,7 +140,6 @@ def test_a_stopped_pipeline_frees_its_slots_and_one_whose_trainer_dies_resumes(
     check_given_back(fleet)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_launch_is_replaced_by_the_next_of_its_pipeline_without_manual_steps(
     fleet: SharedFleet,
@@ -158,7 +157,6 @@ def test_a_killed_launch_is_replaced_by_the_next_of_its_pipeline_without_manual_
     assert [each for rows in fleet.slot_history().values() for each in direct_handovers(rows)] == []
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_of_two_simultaneous_runs_of_a_pipeline_is_refused_in_one_line(
     fleet: SharedFleet,
@@ -176,7 +174,6 @@ def test_one_of_two_simultaneous_runs_of_a_pipeline_is_refused_in_one_line(
     check_given_back(fleet)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", [{"num_ranks": 2}, {"lora_rank": 4, "max_staleness": 0}], ids=str)
 def test_ranks_and_adapters_train_on_a_share_as_well(

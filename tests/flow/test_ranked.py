@@ -184,6 +184,7 @@ def test_ranks_train_and_write_the_same_adapters_as_one_rank(
     assert (tmp_path / "one" / config).read_text() == (tmp_path / "two" / config).read_text()
 
 
+@pytest.mark.slow
 def test_all_ranks_skip_a_step_that_is_not_finite_and_write_no_such_weights(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def curve(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return {row["step"]: {name: row[name] for name in CURVE} for row in rows}
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_five_times_loses_nothing_and_trains_nothing_twice(
     mesh: TrainedMesh,
 ) -> None:

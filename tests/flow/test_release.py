@@ -378,6 +378,7 @@ def left_of_rollouts(mark: str) -> list[Any]:
     return all_objects(is_of_one)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("young_heap")
 @pytest.mark.parametrize("ending", ENDINGS)
 async def test_nothing_of_a_rollout_is_reachable_once_it_was_delivered(

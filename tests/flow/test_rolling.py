@@ -20,6 +20,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
         yield mesh
 
 
+@pytest.mark.slow
 async def test_restarts_of_the_only_worker_use_no_attempt_of_a_long_group(mesh: Mesh) -> None:
     client = mesh.client()
     mesh.engine.hold()

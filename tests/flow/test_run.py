@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.flow.demo import follow, read, start, start_with
 
+pytestmark = pytest.mark.slow
+
 STOPS_WITHIN_S = 60.0
 
 
@@ -112,7 +114,6 @@ def logprob_gaps(model: Any, sample: dict[str, Any], policy_version: int) -> lis
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["tensor", "distributed"])
 def test_a_run_sends_its_weights_without_a_file_and_still_writes_one(
     mode: str, ended: Path, tmp_path: Path

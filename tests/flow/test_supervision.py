@@ -179,6 +179,7 @@ os.kill(os.getpid(), signal.SIGSEGV)
 """
 
 
+@pytest.mark.slow
 async def test_a_crash_in_every_load_ends_the_run_with_its_cause(
     tmp_path: Path, engine: ScriptedEngine
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["trainer.process", "trainer.models.tiny", "trainer.ranked"])
 def test_importing_the_trainer_leaves_nothing_in_tmpdir(module: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -116,6 +116,7 @@ async def test_an_engine_without_transfer_sessions_gets_the_file_and_the_others_
     assert [each["event"] for each in events] == ["engine.takes_files"]
 
 
+@pytest.mark.slow
 @gives_up
 async def test_a_stopped_engine_blocks_no_other_and_they_get_the_file(
     engines: list[EngineProcess],
@@ -138,6 +139,7 @@ async def test_a_stopped_engine_blocks_no_other_and_they_get_the_file(
     await asyncio.wait([stopped])
 
 
+@pytest.mark.slow
 @gives_up
 async def test_an_engine_that_dies_blocks_no_other(
     folders: list[Path], clients: list[SglangBackend], transfer: Transfer, payload: Payload

@@ -16,6 +16,7 @@ from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["writing", "written"])
 def test_a_writer_that_is_killed_leaves_the_older_version_and_no_newer(
     stage: str, tmp_path: Path

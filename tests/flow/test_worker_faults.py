@@ -239,6 +239,7 @@ MISBEHAVIOUR = {
 }
 
 
+@pytest.mark.slow
 async def test_worker_outlives_environment_code_that_misbehaves(mesh: Mesh) -> None:
     env = mesh.write_env("rough", ROUGH)
     limits = {"run_timeout_s": 0.5, "score_timeout_s": 0.5}

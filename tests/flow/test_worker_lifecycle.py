@@ -52,6 +52,7 @@ async def test_worker_past_its_memory_leaves_with_that_reason(mesh: Mesh) -> Non
     assert reason.endswith("bytes of memory, worker.max_rss_bytes = 1048576")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["leaves", "is killed"])
 async def test_worker_gets_messages_again_when_another_of_its_name_is_gone(
     mesh: Mesh, number: signal.Signals

@@ -95,6 +95,7 @@ from rollmesh.envs.echo import EchoEnv as Storm
 """
 
 
+@pytest.mark.slow
 async def test_results_of_a_stopped_worker_and_of_its_successor_count_once(mesh: Mesh) -> None:
     (mesh.folder / "storm.py").write_text(STORM)
     env = "storm:Storm"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import pytest
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.process import RECYCLED
@@ -146,11 +147,13 @@ async def until_both_have_left(mesh: LaunchedMesh) -> int:
     return watch.fewest
 
 
+@pytest.mark.slow
 async def test_workers_that_wear_out_together_recycle_one_after_the_other(tmp_path: Path) -> None:
     async with launched(tmp_path, SOURCE, recycle_rollouts=60) as mesh:
         assert await until_both_have_left(mesh) == 1
 
 
+@pytest.mark.slow
 async def test_workers_past_their_memory_are_replaced_by_fresh_ones(tmp_path: Path) -> None:
     async with launched(tmp_path, LEAKY, max_rss_bytes=MAX_RSS_BYTES) as mesh:
         first = mesh.pids()

@@ -115,6 +115,7 @@ def test_a_stranger_that_reaches_the_socket_is_still_another_user(
     assert victim.poll() is None
 
 
+@pytest.mark.slow
 def test_the_services_own_user_cannot_end_a_process_by_its_pid_either(
     path: Path, victim: "subprocess.Popen[bytes]"
 ) -> None:

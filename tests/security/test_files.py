@@ -38,6 +38,7 @@ def evaluated(folder: Path, model: Path, *args: str) -> dict[str, int]:
     return modes(folder / "out")
 
 
+@pytest.mark.slow
 def test_no_other_user_reads_the_files_of_a_run(tmp_path: Path, model: Path) -> None:
     settings = {**SHORT, "trainer.num_steps": 2, "trainer.eval_rollouts": 0}
     with start_with(model, tmp_path, **settings) as run:
@@ -62,6 +63,7 @@ def test_run_mode_group_lets_only_the_group_read(tmp_path: Path, model: Path) ->
     assert set(shown.values()) == {0o750, 0o640}
 
 
+@pytest.mark.slow
 def test_a_resumed_evaluation_that_was_readable_becomes_private(
     tmp_path: Path, model: Path
 ) -> None:

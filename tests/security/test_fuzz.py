@@ -57,6 +57,7 @@ def check_logs(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert text.partition("Traceback")[2][:SHOWN_CHARS] == ""
 
 
+@pytest.mark.slow
 @SURFACE
 async def test_a_surface_survives_odd_inputs(
     surface: Opened, tmp_path: Path, capfd: pytest.CaptureFixture[str]

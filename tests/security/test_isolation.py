@@ -323,6 +323,7 @@ async def run_together(engine: ScriptedEngine) -> None:
     await engine.release()
 
 
+@pytest.mark.slow
 async def test_without_isolation_a_program_calls_the_model_as_its_sibling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +343,7 @@ async def test_without_isolation_a_program_calls_the_model_as_its_sibling(
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 async def test_a_program_that_joins_as_a_worker_gets_no_group_and_sets_no_reward(
     mode: str, open_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,6 +176,7 @@ def test_the_operators_key_suffices_for_every_verb(run: Run) -> None:
     assert run.answers(keys, ReadFleet(1), until=FleetAnswered)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "message",
     [

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
+import pytest
 from structlog.testing import capture_logs
 
 from rollmesh.trainer.controller.answers import decode_values, encode_values
@@ -73,6 +74,7 @@ def closing_dialer(address: str, name: str) -> Iterator[Dialer]:
         yield dialer
 
 
+@pytest.mark.slow
 def test_a_strangers_messages_change_nothing_in_a_running_rank_group() -> None:
     led = TwoRanks()
     with capture_logs() as logged:
@@ -91,6 +93,7 @@ def test_a_strangers_messages_change_nothing_in_a_running_rank_group() -> None:
     assert "ranks.lost" not in events
 
 
+@pytest.mark.slow
 def test_a_stranger_that_connects_before_the_ranks_does_not_choose_their_rendezvous() -> None:
     led = TwoRanks()
     with closing_dialer(led.address, "rank-0") as stranger:

@@ -155,6 +155,7 @@ MALFORMED: dict[str, tuple[bytes, bytes, bytes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", MALFORMED)
 async def test_a_malformed_result_is_a_failed_attempt_and_the_next_is_taken(
     mesh: Mesh, fault: str

@@ -300,6 +300,7 @@ def test_a_trainer_that_is_killed_repeatedly_trains_every_step_once() -> None:
     assert num_redone > 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", FIRST_SEEDS)
 def test_every_request_ends_once_on_any_network(
     first: int, seen: SimReport, pool: SeedPool

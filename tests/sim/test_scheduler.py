@@ -184,6 +184,7 @@ def seen() -> collections.Counter[str]:
     return collections.Counter()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", Boundary)
 @pytest.mark.parametrize(("num", "seeds"), [(2, (0, 1, 2)), (5, (3,)), (8, (4,))])
 def test_an_engine_is_awake_before_the_first_dispatch_after_each_rollout_boundary(
@@ -213,6 +214,7 @@ def test_a_broken_scheduler_is_found(broken: type[FleetScheduler]) -> None:
     assert any(breaks(seed, broken) for seed in range(10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "is_found"),
     [(GrantsTheDead, True), (WaitsForTheDead, True), (FleetScheduler, False)],
@@ -302,6 +304,7 @@ def test_a_kept_seed_completes(seed: int) -> None:
     assert simulate(seed).num_steps > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
 def test_every_pipeline_completes_its_steps_under_faults(
     first: int, seen: collections.Counter[str]

@@ -160,6 +160,7 @@ def test_a_malformed_welcome_is_a_wire_error(ends: tuple[FramedSocket, FramedSoc
         greet_owner(ends[0], OWNER, None)
 
 
+@pytest.mark.slow
 def test_a_silent_peer_is_given_up(
     ends: tuple[FramedSocket, FramedSocket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
