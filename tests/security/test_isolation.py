@@ -381,8 +381,9 @@ async def test_a_worker_whose_spawner_was_killed_leaves(
     monkeypatch.setenv(KEYS_VARIABLE, str(open_folder / "mesh.json"))
     async with open_mesh(open_folder) as mesh:
         worker = mesh.confined_worker("w1", "echo", isolation="uid")
-        children = psutil.Process(worker.ready.pid).children()
-        [process] = [each for each in children if spawner.__file__ in each.cmdline()]
+        # Not by `children()` of psutil, which loses children whenever the clock is corrected.
+        spawners = map(psutil.Process, processes_named(spawner.__file__))
+        [process] = [each for each in spawners if each.ppid() == worker.ready.pid]
         process.kill()
         assert await leaves(worker) == RECYCLED
         assert ENDED in capfd.readouterr().err

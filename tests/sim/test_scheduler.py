@@ -316,5 +316,6 @@ def test_every_pipeline_completes_its_steps_under_faults(
         seen.update(report.transitions.keys())
 
 
+@pytest.mark.slow  # needs all seeds
 def test_every_fault_and_every_transition_occurred(seen: collections.Counter[str]) -> None:
     assert sorted((FAULTS | TRANSITIONS) - seen.keys()) == []
