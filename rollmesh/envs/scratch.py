@@ -113,18 +113,27 @@ def _make() -> tuple[ScratchFolders, int]:
     """Create the folders; return them and the descriptor that holds their lock."""
     while True:
         root = Path(tempfile.mkdtemp(prefix=ROLLOUT_PREFIX))
-        scratch = ScratchFolders(root / "home", root / "work")
         try:
             lock = _lock(root / LOCK, os.O_RDWR | os.O_CREAT)
-            if lock is not None:
-                scratch.home.mkdir()
-                scratch.work.mkdir()
-                return scratch, lock
         except FileNotFoundError:
-            pass  # as when the lock is taken: another worker's sweep came before it
+            continue  # another worker's sweep has removed the folder
         except OSError:
             remove(root)
             raise
+        if lock is not None:  # else a sweep is removing the folder
+            return _fill(root, lock)
+
+
+def _fill(root: Path, lock: int) -> tuple[ScratchFolders, int]:
+    scratch = ScratchFolders(root / "home", root / "work")
+    try:
+        scratch.home.mkdir()
+        scratch.work.mkdir()
+    except OSError:
+        remove(root)
+        os.close(lock)
+        raise
+    return scratch, lock
 
 
 def _empty_and_remove(root: Path) -> None:

@@ -135,7 +135,7 @@ def test_other_keys_or_none_are_reported_as_an_error(
     new_keys(other)
     monkeypatch.setenv(KEYS_VARIABLE, str(other))
     with pytest.raises(AddressError, match=f"{fleet.address}: no answer .* our keys are right"):
-        ask_scheduler(fleet.address, AdmitPipeline("k", "nobody"), patience_s=REFUSED_S)
+        ask_scheduler(fleet.address, AdmitPipeline("k", "unknown"), patience_s=REFUSED_S)
     with closing(PipelineHooks(fleet.address, "math")) as hooks:
         assert not hooks.request_gpus("actor_train", GpuPriority.ACTOR_TRAINING).wait(
             timeout_s=REFUSED_S

@@ -268,10 +268,10 @@ def _owners(state: SchedulerState) -> None:
         if each.kind is not IntentKind.SLEEP and each.phase is IntentPhase.PLANNED
     }
     for name, pipeline in state.fleet.pipelines.items():
-        for owner, gpus, owns, stands in _claims(name, pipeline):
+        for owner, gpus, owns, occupies in _claims(name, pipeline):
             if owns:
                 state.fleet.owners.update(dict.fromkeys(gpus, owner))
-            if stands and owner not in promised:
+            if occupies and owner not in promised:
                 state.occupants.update(dict.fromkeys(gpus, owner))
 
 

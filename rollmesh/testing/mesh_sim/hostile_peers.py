@@ -63,27 +63,27 @@ class ResultForger:
         self._network.inject("forger", asker.name, Packet(forged, "", FORGED))
 
 
-NOBODYS = GroupId("nobody", 2**40)
+UNKNOWN_GROUP = GroupId("unknown", 2**40)
 NONSENSE = (
-    AskDrain(-1, "nobody", ""),
-    AskGroup(NOBODYS, "vandal", "guess", -7, "nowhere"),
-    AskGroup(NOBODYS, "vandal", "no such env", 10**9, "nowhere", -(10**9), 10**9, 1e-300),
-    AskGroup(NOBODYS, "", "", 1, "", 0, 0, float("nan")),
-    CancelGroup(NOBODYS, ""),
-    CancelRun(NOBODYS, ""),
+    AskDrain(-1, "unknown", ""),
+    AskGroup(UNKNOWN_GROUP, "vandal", "guess", -7, "nowhere"),
+    AskGroup(UNKNOWN_GROUP, "vandal", "no such env", 10**9, "nowhere", -(10**9), 10**9, 1e-300),
+    AskGroup(UNKNOWN_GROUP, "", "", 1, "", 0, 0, float("nan")),
+    CancelGroup(UNKNOWN_GROUP, ""),
+    CancelRun(UNKNOWN_GROUP, ""),
     ClientHello("vandal", -(2**60), True),
-    GroupAcked(NOBODYS, -1, False),
-    GroupDelivered(NOBODYS, 0),
-    GroupFailed(NOBODYS, ""),
-    GroupFinished(NOBODYS, 1, "nobody", True),
-    GroupLost(NOBODYS, 1, ""),
-    GroupReturned(NOBODYS, 1, ""),
-    GroupStarted(NOBODYS, 2**60),
-    WorkerBeat("nobody", -1, True, -1, float("nan"), -1, -1, -1, -1),
-    WorkerExited("nobody", -1, ""),
+    GroupAcked(UNKNOWN_GROUP, -1, False),
+    GroupDelivered(UNKNOWN_GROUP, 0),
+    GroupFailed(UNKNOWN_GROUP, ""),
+    GroupFinished(UNKNOWN_GROUP, 1, "unknown", True),
+    GroupLost(UNKNOWN_GROUP, 1, ""),
+    GroupReturned(UNKNOWN_GROUP, 1, ""),
+    GroupStarted(UNKNOWN_GROUP, 2**60),
+    WorkerBeat("unknown", -1, True, -1, float("nan"), -1, -1, -1, -1),
+    WorkerExited("unknown", -1, ""),
     WorkerExited("worker-0", 2**60, "another one"),
-    WorkerHello("hollow", "no such env", -1, -1, "nowhere", (HeldGroup(NOBODYS, 1, False),)),
-    WorkerLeft("nobody", ""),
+    WorkerHello("hollow", "no such env", -1, -1, "nowhere", (HeldGroup(UNKNOWN_GROUP, 1, False),)),
+    WorkerLeft("unknown", ""),
 )
 
 
