@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -30,7 +30,7 @@ from rollmesh.core.child_process import (
 )
 from rollmesh.core.logs import get_logger
 from rollmesh.core.orphans import MARK_VARIABLE, kill_marked
-from rollmesh.core.process import BEAT_VARIABLE, Ready
+from rollmesh.core.process import BEAT_VARIABLE, Ready, http_address
 from rollmesh.core.secret_files import (
     SECRETS_VARIABLE,
     open_secrets_pipe,
@@ -38,8 +38,8 @@ from rollmesh.core.secret_files import (
     without_secrets,
 )
 from rollmesh.core.text import printable
+from rollmesh.launch.hosts.base import ChildCallbacks, ChildOrder
 from rollmesh.launch.machine import OUT_OF_MEMORY, ChildExited
-from rollmesh.launch.plan import ChildPlan
 
 
 def num_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
@@ -136,15 +136,6 @@ LAST_BYTES = 4096
 """Size of the tail of the output in which the last line is searched."""
 
 
-class ChildCallbacks(NamedTuple):
-    """Callbacks for the events of a child."""
-
-    started: "Callable[[ChildProcess], None]"
-    ready: "Callable[[ChildProcess, Ready], None]"
-    heartbeat: "Callable[[ChildProcess], None]"
-    """A heartbeat was received."""
-
-
 class Pipe(NamedTuple):
     """A pipe; the child is passed one end by number."""
 
@@ -175,27 +166,24 @@ class HeartbeatReader(asyncio.Protocol):
 
 
 class ChildProcess:
-    """A process that follows the protocol of core/process.py."""
+    """A RunningChild of this process, which follows the protocol of core/process.py."""
 
     def __init__(
         self,
-        plan: ChildPlan,
-        argv: list[str],
-        log_folder: Path,
-        mark: str,
-        variables: Mapping[str, str] = {},
+        order: ChildOrder,
+        output: Path,
+        listening: socket.socket | None,
+        hooks: ChildCallbacks,
     ) -> None:
-        """`argv` is the plan's, with the addresses filled in; `mark` must be unique; `variables`
-        are added to its environment.
-        """
-        self.role = plan.role
+        """Its output is appended to the file `output`; it serves on the socket, if there is one."""
+        self.role = order.role
+        self.host = ""
         self.pid = 0
-        """0 before the start and after the exit."""
-        self._plan = plan
-        self._argv = argv
-        self._mark = mark
-        self._variables = variables
-        self._output = log_folder / f"{plan.role}.out"
+        self.address = http_address(listening) if listening else ""
+        self._order = order
+        self._output = output
+        self._listening = listening
+        self._hooks = hooks
         self._report = new_pipe()
         self._gate = new_pipe()
         """While our end is open, the child waits."""
@@ -203,13 +191,13 @@ class ChildProcess:
         self._early_signal = 0
         """A signal to send as soon as the process exists."""
 
-    async def run(self, listening: socket.socket | None, hooks: ChildCallbacks) -> ChildExited:
+    async def ended(self) -> ChildExited:
         """Start the process, forward its report, and return when it and its descendants have
-        ended.
+        ended; OSError if it cannot be started.
         """
-        num_oom_kills_before = num_oom_kills()
+        num_oom_kills_before, hooks = num_oom_kills(), self._hooks
         try:
-            process = await self._start(listening)
+            process = await self._start()
             self._report.writing.close()
             self._beats.writing.close()
             self.pid = process.pid
@@ -217,7 +205,7 @@ class ChildProcess:
             if self._early_signal:
                 signal_group(self.pid, self._early_signal)
             async with asyncio.TaskGroup() as tasks:
-                report = tasks.create_task(self._pass_report(hooks), name=self.role)
+                report = tasks.create_task(self._pass_report(), name=self.role)
                 beats, _ = await asyncio.get_running_loop().connect_read_pipe(
                     lambda: HeartbeatReader(lambda: hooks.heartbeat(self)), self._beats.reading
                 )
@@ -232,7 +220,7 @@ class ChildProcess:
         last = last_line(self._output)
         may_be_oom = num_oom_kills() > num_oom_kills_before
         cause = exit_cause(code, last, may_be_oom=may_be_oom)
-        num_left = await asyncio.to_thread(kill_marked, self._mark)
+        num_left = await asyncio.to_thread(kill_marked, self._order.mark)
         if num_left:
             log.info("leftovers.killed", child=self.role, num_processes=num_left)
         return ChildExited(self.role, code, last, process.pid, cause)
@@ -255,20 +243,20 @@ class ChildProcess:
         else:
             self._early_signal = number
 
-    async def _start(self, listening: socket.socket | None) -> asyncio.subprocess.Process:
+    async def _start(self) -> asyncio.subprocess.Process:
         passed: dict[str, int] = {}
-        if self._plan.reports:
+        if self._order.reports:
             passed["--ready-fd"] = self._report.writing.fileno()
-        if self._plan.gate:
+        if self._order.has_gate:
             passed["--go-fd"] = self._gate.reading.fileno()
-        if listening is not None:
-            passed["--listen-fd"] = listening.fileno()
+        if self._listening is not None:
+            passed["--listen-fd"] = self._listening.fileno()
         options = [word for name, number in passed.items() for word in (name, str(number))]
         with ExitStack() as stack:
             environment, secrets = self._environment(stack)
             output = stack.enter_context(open_output(self._output))
             return await asyncio.create_subprocess_exec(
-                *self._argv,
+                *self._order.argv,
                 *options,
                 **spawn_options(
                     pass_fds=(*passed.values(), self._beats.writing.fileno(), *secrets),
@@ -283,18 +271,18 @@ class ChildProcess:
         one.
         """
         environment = {
-            **launched_environment(self._variables),
-            MARK_VARIABLE: self._mark,
+            **launched_environment(self._order.variables),
+            MARK_VARIABLE: self._order.mark,
             BEAT_VARIABLE: str(self._beats.writing.fileno()),
         }
-        if not self._plan.is_worker:
+        if not self._order.is_worker:
             return environment, ()
         # Agents run beside a worker, so its environment contains no secrets.
         reading = open_secrets_pipe(secrets_in(environment))
         stack.callback(os.close, reading)
         return {**without_secrets(environment), SECRETS_VARIABLE: str(reading)}, (reading,)
 
-    async def _pass_report(self, hooks: ChildCallbacks) -> None:
+    async def _pass_report(self) -> None:
         """Forward the one line that the child writes when it is ready, if it ever does."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -305,7 +293,7 @@ class ChildProcess:
         finally:
             transport.close()
         if line:
-            hooks.ready(self, msgspec.json.decode(line, type=Ready))
+            self._hooks.ready(self, msgspec.json.decode(line, type=Ready))
 
 
 def last_line(path: Path) -> str:

@@ -111,9 +111,11 @@ class RunFolder:
         """Return the path of a file in the folder, wherever the folder is now."""
         return Path(self.moved_to() or self.path) / name
 
-    def add_pid(self, role: str, pid: int, unix_s: float) -> None:
-        """Record a process that was started; keep every launch and the last MAX_PIDS others."""
-        self._pids.append(Pid(role, pid, unix_s, socket.gethostname()))
+    def add_pid(self, role: str, pid: int, unix_s: float, host: str = "") -> None:
+        """Record a process that was started on `host`, or on this machine; keep every launch and
+        the last MAX_PIDS others.
+        """
+        self._pids.append(Pid(role, pid, unix_s, host or socket.gethostname()))
         others = [at for at, row in enumerate(self._pids) if row.role != LAUNCH]
         if len(others) > MAX_PIDS:
             del self._pids[others[0]]

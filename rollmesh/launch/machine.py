@@ -11,7 +11,8 @@
                         BACKING_OFF <+----------+       and from anywhere: --> STOPPING --> GONE
 
 A child is HELD while it loads its libraries and its gate is closed. A drained worker is GONE; one
-that recycled itself is BACKING_OFF for zero seconds.
+that recycled itself is BACKING_OFF for zero seconds. On a cluster a child is PENDING between
+StartChild and HELD, until a node has a place for it.
 
     mesh    STARTING --> RUNNING --> SAVING --> STOPPING --> ENDED
                |                        ^
@@ -22,13 +23,14 @@ once the others have it too. Children that still run at stop_timeout_s are kille
 """
 
 import enum
+from collections.abc import Collection
 
 import msgspec
 
 from rollmesh.core.config import LaunchConfig
 from rollmesh.core.process import FAILED, INTERRUPTED, OK, RECYCLED, USAGE
 from rollmesh.core.run_state import RunState
-from rollmesh.launch.plan import ChildPlan, OnDeath
+from rollmesh.launch.plan import ChildPlan, OnDeath, roles_in
 
 STOP_RESERVE_S = 1.0
 """The part of stop_timeout_s that is left to the others when the trainer uses up its own."""
@@ -49,6 +51,7 @@ class ChildState(enum.Enum):
     """The state of one process."""
 
     WAITING = "waiting"
+    PENDING = "pending"
     HELD = "held"
     STARTING = "starting"
     READY = "ready"
@@ -66,6 +69,19 @@ class MeshState(enum.Enum):
     SAVING = "saving"
     STOPPING = "stopping"
     ENDED = "ended"
+
+
+class ChildPending(msgspec.Struct, frozen=True):
+    """A child waits for a place on a node."""
+
+    role: str
+    why: str
+
+
+class ChildPlaced(msgspec.Struct, frozen=True):
+    """A child's process runs, and the address of its listening socket is known."""
+
+    role: str
 
 
 class ChildReady(msgspec.Struct, frozen=True):
@@ -164,7 +180,16 @@ class RunEnd(msgspec.Struct, frozen=True):
         return self.reason if self.state is RunState.FAILED else ""
 
 
-Event = ChildReady | ChildExited | HeartbeatReceived | RunAborted | StopRequested | TimePassed
+Event = (
+    ChildPending
+    | ChildPlaced
+    | ChildReady
+    | ChildExited
+    | HeartbeatReceived
+    | RunAborted
+    | StopRequested
+    | TimePassed
+)
 Action = StartChild | ReleaseGate | TerminateChild | KillChild | NotifyRouter | Notice
 
 
@@ -174,6 +199,10 @@ class ChildRecord:
     def __init__(self, plan: ChildPlan) -> None:
         self.plan = plan
         self.state = ChildState.WAITING
+        self.has_address = True
+        """Whether the address of its listening socket is known."""
+        self.pending_for = ""
+        """The missing resources of a pending child, as shown to the user."""
         self.since_s = 0.0
         """When the state was entered."""
         self.started_s = 0.0
@@ -203,6 +232,12 @@ class ChildRecord:
         return is_running_state(self.state) or self.state is ChildState.STOPPING
 
     @property
+    def is_optional(self) -> bool:
+        """Whether the run counts as running without it: it was given up, or awaits a node."""
+        is_pending = self.state is ChildState.PENDING and self.plan.is_worker
+        return is_pending or self.state is ChildState.GONE
+
+    @property
     def is_available(self) -> bool:
         """Whether the children that need it may start."""
         return self.state in (ChildState.READY, ChildState.DONE)
@@ -211,11 +246,16 @@ class ChildRecord:
 class SupervisionMachine:
     """The machine; `step` is its only input."""
 
-    def __init__(self, plans: list[ChildPlan], settings: LaunchConfig) -> None:
+    def __init__(
+        self, plans: list[ChildPlan], settings: LaunchConfig, remote: Collection[str] = ()
+    ) -> None:
+        """The addresses of `remote` roles become known only when these are placed."""
         self.state = MeshState.STARTING
         self.end: RunEnd | None = None
         """Set when the run begins to stop."""
         self.children = {plan.role: ChildRecord(plan) for plan in plans}
+        for role in remote:
+            self.children[role].has_address = False
         self._settings = settings
         self._stopping_since_s = 0.0
         self._stepped_s: float | None = None
@@ -232,6 +272,10 @@ class SupervisionMachine:
                 return self._on_stop_asked(now_s)
             case RunAborted(reason):
                 return self._on_aborted(RunEnd(FAILED, reason), now_s)
+            case ChildPending(role, why) if role in self.children:
+                return self._on_pending(self.children[role], why, now_s)
+            case ChildPlaced(role) if role in self.children:
+                return self._on_placed(self.children[role], now_s)
             case ChildReady(role) if role in self.children:
                 return self._on_reported(self.children[role], now_s)
             case ChildExited(role) if role in self.children:
@@ -294,6 +338,19 @@ class SupervisionMachine:
             self._stop(end, now_s)
         return [KillChild(role) for role, child in self.children.items() if child.runs]
 
+    def _on_pending(self, child: ChildRecord, why: str, now_s: float) -> list[Action]:
+        if child.state in (ChildState.HELD, ChildState.STARTING):
+            child.enter(ChildState.PENDING, now_s)
+        is_new = child.state is ChildState.PENDING and child.pending_for != why
+        child.pending_for = why
+        return [Notice(f"{child.plan.role}: {why}")] * is_new
+
+    def _on_placed(self, child: ChildRecord, now_s: float) -> list[Action]:
+        child.has_address, child.pending_for = True, ""
+        if child.state is ChildState.PENDING:
+            child.enter(ChildState.HELD, now_s)
+        return self._advance(now_s)
+
     def _on_reported(self, child: ChildRecord, now_s: float) -> list[Action]:
         if child.state is ChildState.STARTING:
             child.enter(ChildState.READY, now_s)
@@ -305,6 +362,7 @@ class SupervisionMachine:
         if child.is_hung:
             cause = f"{HUNG}{self._settings.hang_timeout_s:g} s"
             event = msgspec.structs.replace(event, cause=cause)
+        child.pending_for = ""
         child.died_loading = was in (ChildState.HELD, ChildState.STARTING)
         child.last_heartbeat_s, child.is_quiet, child.is_hung = None, False, False
         child.enter(ChildState.GONE, now_s)
@@ -362,8 +420,7 @@ class SupervisionMachine:
             limit_s = self._settings.ready_timeout_s
             reason = f"{late.plan.role} was not ready within {limit_s:g} s"
             return [*self._stop(RunEnd(FAILED, reason), now_s), *self._advance_stop(now_s)]
-        given_up = ChildState.GONE
-        if all(c.is_available or c.state is given_up for c in self.children.values()):
+        if all(each.is_available or each.is_optional for each in self.children.values()):
             self.state = MeshState.RUNNING
         actions = self._on_silence(now_s)
         for child in self.children.values():
@@ -378,7 +435,9 @@ class SupervisionMachine:
 
     def _may_start(self, child: ChildRecord, now_s: float) -> bool:
         if child.state is ChildState.WAITING:
-            return self._are_available(child.plan.needs)
+            return self._are_available(child.plan.needs) and all(
+                self.children[role].has_address for role in roles_in(child.plan.argv)
+            )
         is_rested = now_s - child.since_s >= child.back_off_s
         return child.state is ChildState.BACKING_OFF and is_rested
 
@@ -439,7 +498,12 @@ class SupervisionMachine:
 
 def is_running_state(state: ChildState) -> bool:
     """Return whether an exit in this state is unexpected."""
-    return state in (ChildState.HELD, ChildState.STARTING, ChildState.READY)
+    return state in (
+        ChildState.PENDING,
+        ChildState.HELD,
+        ChildState.STARTING,
+        ChildState.READY,
+    )
 
 
 def how_it_ended(event: ChildExited, child: ChildRecord) -> str:

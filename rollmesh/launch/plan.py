@@ -90,6 +90,10 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Name of its load before it is ready, for the message about a crash during the load."""
     key: str = ""
     """Role of the key that it gets; '' for none."""
+    num_gpus: int = 0
+    """GPUs of its own."""
+    num_cpus: float = 1
+    """CPU cores that a cluster's scheduler counts for it."""
     is_worker: bool = False
     """Whether it is a worker: the router knows it by its role, and its end is reported to the
     router.
@@ -295,11 +299,13 @@ def plan_dashboard(config: Config) -> ChildPlan:
     )
 
 
-def fill(argv: tuple[str, ...], addresses: dict[str, str]) -> list[str]:
+def roles_in(argv: tuple[str, ...]) -> list[str]:
+    """Return the roles whose addresses `argv` names as `{role}`."""
+    words = [word[1:-1] for word in argv if word.startswith("{") and word.endswith("}")]
+    return [word for word in words if word != "host"]
+
+
+def fill(argv: tuple[str, ...], addresses: dict[str, str]) -> tuple[str, ...]:
     """Return `argv` with each `{role}` replaced by that role's address."""
-    filled = []
-    for word in argv:
-        if word.startswith("{") and word.endswith("}"):
-            word = addresses[word[1:-1]]
-        filled.append(word)
-    return filled
+    named = {f"{{{role}}}": addresses[role] for role in roles_in(argv)}
+    return tuple(named.get(word, word) for word in argv)

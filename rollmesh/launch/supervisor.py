@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,18 +20,16 @@ from rollmesh.core.errors import AddressError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.orphans import new_mark, start_orphan_reaper, sweep_memory
 from rollmesh.core.process import FAILED, Ready, http_address, listen
-from rollmesh.launch.child import (
-    ChildCallbacks,
-    ChildProcess,
-    become_subreaper,
-    kill_descendants,
-    reap_orphans,
-)
+from rollmesh.launch.child import become_subreaper, kill_descendants, reap_orphans
 from rollmesh.launch.folder import RunFolder
+from rollmesh.launch.hosts.base import ChildCallbacks, ChildOrder, Host, RunningChild
+from rollmesh.launch.hosts.local import LocalHost
 from rollmesh.launch.keys import key_variables, keys_of
 from rollmesh.launch.machine import (
     Action,
     ChildExited,
+    ChildPending,
+    ChildPlaced,
     ChildReady,
     Event,
     HeartbeatReceived,
@@ -96,6 +95,10 @@ class MeshPlan(NamedTuple):
     """By role: the sockets that the plans ask for."""
     mark: str
     """The mark that its processes carry, and no others."""
+    hosts: Mapping[str, Host] = {}
+    """By role: the hosts of processes that are not started on this machine."""
+    files: tuple[str, ...] = ()
+    """Paths of files that every process reads, to be copied to other hosts."""
 
 
 class Supervisor:
@@ -110,7 +113,7 @@ class Supervisor:
         keys: Path | None = None,
     ) -> None:
         """`keys` is the run's key folder, if it has one."""
-        self.machine = SupervisionMachine(mesh.plans, settings)
+        self.machine = SupervisionMachine(mesh.plans, settings, remote=mesh.hosts)
         self.ready: dict[str, Ready] = {}
         """The last report of each child."""
         self.notes: list[str] = []
@@ -121,17 +124,20 @@ class Supervisor:
         self._folder = folder
         self._clock = clock
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._processes: dict[str, ChildProcess] = {}
+        self._processes: dict[str, RunningChild] = {}
         self._keys = keys
         self._exit_notifier = ExitNotifier(keys)
         self._mark = mesh.mark
         self._num_started = 0
-        self._sockets = mesh.sockets
-        self._addresses = {role: http_address(each) for role, each in self._sockets.items()}
+        self._mesh = mesh
+        self._local = LocalHost(folder.logs, mesh.sockets)
+        self._addresses = {role: http_address(each) for role, each in mesh.sockets.items()}
 
     def pids(self) -> dict[str, int]:
-        """Return the running processes by role, launch included."""
-        children = {role: each.pid for role, each in self._processes.items() if each.pid}
+        """Return this machine's running processes by role, launch included."""
+        children = {
+            role: each.pid for role, each in self._processes.items() if each.pid and not each.host
+        }
         return {"launch": os.getpid(), **children}
 
     def stop(self) -> None:
@@ -161,10 +167,11 @@ class Supervisor:
                 await self._watch(tasks)
         finally:
             self._exit_notifier.close()
+            for host in {id(each): each for each in self._mesh.hosts.values()}.values():
+                await host.close()
             kill_descendants()
             reap_orphans(own=set())
-            for each in self._sockets.values():
-                each.close()
+            await self._local.close()
         assert self.machine.end is not None
         return self.machine.end
 
@@ -186,15 +193,7 @@ class Supervisor:
     def _do(self, action: Action, tasks: asyncio.TaskGroup) -> None:
         match action:
             case StartChild(role):
-                plan = self._plans[role]
-                again = plan.again if role in self.ready else ()
-                argv = fill((*plan.argv, *again), self._addresses)
-                self._num_started += 1
-                mark = f"{self._mark}/{role}.{self._num_started}"
-                self._processes[role] = ChildProcess(
-                    plan, argv, self._folder.logs, mark, key_variables(plan, self._keys)
-                )
-                tasks.create_task(self._child(plan), name=role)
+                tasks.create_task(self._child(self._start(role)), name=role)
             case ReleaseGate(role):
                 self._processes[role].release()
             case TerminateChild(role):
@@ -208,41 +207,74 @@ class Supervisor:
                 self.note(line)
                 log.warning("child.died", line=line)
 
-    async def _child(self, plan: ChildPlan) -> None:
-        """Run one child process and report its exit."""
-        process = self._processes[plan.role]
-        hooks = ChildCallbacks(self._on_start, self._on_ready, self._on_heartbeat)
+    def _start(self, role: str) -> RunningChild:
+        plan = self._plans[role]
+        again = plan.again if role in self.ready else ()
+        variables = key_variables(plan, self._keys)
+        key_files = [each for each in variables.values() if each]
+        self._num_started += 1
+        order = ChildOrder(
+            role=role,
+            argv=fill((*plan.argv, *again), self._addresses),
+            mark=f"{self._mark}/{role}.{self._num_started}",
+            bind=plan.bind,
+            num_gpus=plan.num_gpus,
+            num_cpus=plan.num_cpus,
+            variables=variables,
+            files=(*self._mesh.files, *key_files),
+            reports=plan.reports,
+            has_gate=bool(plan.gate),
+            is_worker=plan.is_worker,
+        )
+        hooks = ChildCallbacks(self._on_start, self._on_ready, self._on_heartbeat, self._on_pending)
+        host = self._mesh.hosts.get(role, self._local)
+        self._processes[role] = host.start(order, hooks)
+        return self._processes[role]
+
+    async def _child(self, child: RunningChild) -> None:
+        """Wait for the end of one child process and report it."""
         try:
-            exited = await process.run(self._sockets.get(plan.role), hooks)
+            exited = await child.ended()
         except OSError as error:  # no process, memory, descriptor or disk space is left for it
-            exited = ChildExited(plan.role, FAILED, f"it could not be started: {error}")
-        log.info("child.exited", child=plan.role, code=exited.code, line=exited.last_line)
+            exited = ChildExited(child.role, FAILED, f"it could not be started: {error}")
+        log.info("child.exited", child=child.role, code=exited.code, line=exited.last_line)
         self._events.put_nowait(exited)
 
-    def _on_start(self, process: ChildProcess) -> None:
-        log.info("child.started", child=process.role, pid=process.pid)
-        self._folder.add_pid(process.role, process.pid, self._clock.unix_s())
+    def _on_pending(self, child: RunningChild, why: str) -> None:
+        self._events.put_nowait(ChildPending(child.role, why))
 
-    def _on_ready(self, process: ChildProcess, ready: Ready) -> None:
-        log.info("child.ready", child=process.role, address=ready.address)
-        self.ready[process.role] = ready
+    def _on_start(self, child: RunningChild) -> None:
+        log.info("child.started", child=child.role, pid=child.pid, host=child.host)
+        self._folder.add_pid(child.role, child.pid, self._clock.unix_s(), child.host)
+        if child.address and child.host:
+            self._addresses[child.role] = child.address
+        self._events.put_nowait(ChildPlaced(child.role))
+
+    def _on_ready(self, child: RunningChild, ready: Ready) -> None:
+        log.info("child.ready", child=child.role, address=ready.address)
+        self.ready[child.role] = ready
         self._folder.add_address(ready)
-        self._addresses[process.role] = ready.address
-        self._events.put_nowait(ChildReady(process.role))
+        self._addresses[child.role] = ready.address
+        self._events.put_nowait(ChildReady(child.role))
 
-    def _on_heartbeat(self, process: ChildProcess) -> None:
-        self._events.put_nowait(HeartbeatReceived(process.role))
+    def _on_heartbeat(self, child: RunningChild) -> None:
+        self._events.put_nowait(HeartbeatReceived(child.role))
 
 
-def open_mesh(plans: list[ChildPlan], mark: str = "") -> MeshPlan:
-    """Open the plans' listening sockets; raise AddressError naming the setting before anything
-    starts.
+def open_mesh(
+    plans: list[ChildPlan],
+    mark: str = "",
+    hosts: Mapping[str, Host] = {},
+    files: tuple[str, ...] = (),
+) -> MeshPlan:
+    """Open the listening sockets of this machine; raise AddressError naming the setting before
+    anything starts.
 
-    `mark` must be unique; '' makes one.
+    `mark` must be unique; '' makes one. `hosts` and `files` are those of MeshPlan.
     """
-    mesh = MeshPlan(plans, {}, mark or new_mark("launch"))
+    mesh = MeshPlan(plans, {}, mark or new_mark("launch"), hosts, files)
     for plan in plans:
-        if not plan.bind:
+        if not plan.bind or plan.role in hosts:
             continue
         try:
             mesh.sockets[plan.role] = listen(plan.bind)

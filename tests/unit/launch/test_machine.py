@@ -12,6 +12,8 @@ from rollmesh.launch.machine import (
     STOP_RESERVE_S,
     Action,
     ChildExited,
+    ChildPending,
+    ChildPlaced,
     ChildReady,
     ChildState,
     Event,
@@ -524,3 +526,58 @@ def some_event(chance: random.Random, alive: set[str], is_late: bool) -> Event:
     if alive and dice < 0.7:
         return ChildReady(chance.choice(sorted(alive)))
     return TimePassed()
+
+
+CLUSTER = [
+    plan("engine", OnDeath.RESTART),
+    ChildPlan(role="router", argv=("router", "{engine}"), on_death=OnDeath.RESTART),
+    worker_plan("worker"),
+]
+
+
+def cluster_driver() -> MachineDriver:
+    driver = MachineDriver([])
+    driver.machine = SupervisionMachine(CLUSTER, SETTINGS, remote=["engine", "worker"])
+    return driver
+
+
+def test_a_child_starts_once_the_addresses_in_its_arguments_are_known() -> None:
+    driver = cluster_driver()
+    assert driver.step(TimePassed()) == [StartChild("engine"), StartChild("worker")]
+    assert driver.step(ChildPlaced("engine")) == [StartChild("router")]
+
+
+def test_a_pending_child_is_not_overdue_and_its_reason_is_shown_once() -> None:
+    driver = cluster_driver()
+    driver.step(TimePassed())
+    driver.step(ChildPending("worker", "waiting for 1 CPU"))
+    assert driver.step(ChildPending("engine", "waiting for 1 GPU")) == [
+        Notice("engine: waiting for 1 GPU")
+    ]
+    assert driver.step(ChildPending("engine", "waiting for 1 GPU"), SETTINGS.ready_timeout_s) == []
+    assert driver.step(TimePassed(), SETTINGS.ready_timeout_s / 2) == []
+    assert driver.state("engine") is ChildState.PENDING
+    driver.step(ChildPlaced("engine"))
+    driver.step(TimePassed(), SETTINGS.ready_timeout_s)
+    assert driver.machine.end == RunEnd(1, "engine was not ready within 30 s")
+
+
+def test_the_mesh_runs_while_a_worker_waits_for_a_node() -> None:
+    driver = cluster_driver()
+    driver.step(TimePassed())
+    driver.step(ChildPlaced("engine"))
+    driver.step(ChildPending("worker", "waiting for 8 CPUs"))
+    driver.step(ChildReady("engine"))
+    driver.step(ChildReady("router"))
+    assert driver.mesh() is MeshState.RUNNING
+
+
+def test_a_pending_child_ends_with_the_run() -> None:
+    driver = cluster_driver()
+    driver.step(TimePassed())
+    driver.step(ChildPending("engine", "waiting for 1 GPU"))
+    driver.step(StopRequested())
+    assert driver.state("engine") is ChildState.STOPPING
+    driver.step(ChildExited("engine", -15))
+    driver.step(ChildExited("worker", -15))
+    assert driver.mesh() is MeshState.ENDED

@@ -37,13 +37,13 @@ def test_a_plan_has_engines_a_router_workers_a_trainer_and_a_page() -> None:
 def test_the_router_starts_before_the_engine_with_its_address() -> None:
     router = by_role(plan_mesh(CONFIG, PATH))["router"]
     assert router.needs == ()
-    assert fill(router.argv, {"engine-0": "http://h:1"})[-2:] == ["--engine", "http://h:1"]
+    assert fill(router.argv, {"engine-0": "http://h:1"})[-2:] == ("--engine", "http://h:1")
 
 
 def test_the_next_router_listens_where_the_last_one_did() -> None:
     router = by_role(plan_mesh(CONFIG, PATH))["router"]
     assert router.on_death is OnDeath.RESTART
-    assert fill(router.again, {"router": "tcp://h:1"}) == ["--bind", "tcp://h:1"]
+    assert fill(router.again, {"router": "tcp://h:1"}) == ("--bind", "tcp://h:1")
 
 
 def test_an_engine_that_dies_does_not_end_the_run() -> None:
@@ -104,7 +104,7 @@ def test_every_need_names_a_role() -> None:
 
 
 def test_only_whole_arguments_are_replaced() -> None:
-    assert fill(("a{b}", "{b}"), {"b": "tcp://x"}) == ["a{b}", "tcp://x"]
+    assert fill(("a{b}", "{b}"), {"b": "tcp://x"}) == ("a{b}", "tcp://x")
 
 
 def test_an_unknown_address_is_a_bug() -> None:

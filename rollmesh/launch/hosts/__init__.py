@@ -1,0 +1,1 @@
+"""Hosts: where launch starts the processes of a run."""
