@@ -26,7 +26,9 @@ END_WITHIN_S = 60.0
 class Mesh:
     """A run whose children behave as a test specifies."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: str) -> None:
+        """`host` is `local` or `runner`: children are started here, or as on another node."""
+        self.host = host
         self.folder = folder / "run"
         self.side_file = folder / "side"
         self._plans: list[ChildPlan] = []
@@ -56,7 +58,7 @@ class Mesh:
         self._plans_path.write_bytes(msgspec.json.encode(self._plans))
         self._settings_path.write_bytes(msgspec.json.encode({"run": run, "launch": launch}))
         args = [sys.executable, str(HERE / "launch_program.py")]
-        args += [str(self.folder), str(self._plans_path), str(self._settings_path)]
+        args += [str(self.folder), str(self._plans_path), str(self._settings_path), self.host]
         self.process = subprocess.Popen(args, stdout=subprocess.PIPE, start_new_session=True)
         waiting = set(wait_for)
         while waiting:
@@ -90,9 +92,9 @@ class Mesh:
                 self.process.kill()
 
 
-@pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[Mesh]:
-    mesh = Mesh(tmp_path)
+@pytest.fixture(params=["local", "runner"])
+def mesh(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Mesh]:
+    mesh = Mesh(tmp_path, request.param)
     yield mesh
     mesh.close()
 
@@ -290,6 +292,7 @@ def test_a_child_serves_on_the_socket_that_launch_opened(mesh: Mesh) -> None:
     mesh.result()
 
 
+@pytest.mark.parametrize("mesh", ["local"], indirect=True)
 def test_telemetry_has_every_process_and_the_routers_figures(mesh: Mesh) -> None:
     mesh.add("router", "serves", OnDeath.END, bind="127.0.0.1:0")
     mesh.start("router")

@@ -1,0 +1,294 @@
+"""Hosts on other nodes: launch's side of the connection to a runner.
+
+    RemoteChild --RunnerRequest--> RunnerConnection --Transport--> runner (hosts/runner.py)
+
+- A transport carries lines. CommandTransport starts the runner by a command, such as
+  `srun --nodelist=NODE ...`, `ssh NODE ...` or `ip netns exec NODE ...`.
+- When a connection ends, so do the runner and its children: each is reported as killed, and the
+  next start opens a new connection.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from rollmesh.core.child_process import kill_and_wait, open_output, spawn_options
+from rollmesh.core.logs import get_logger
+from rollmesh.core.orphans import MARK_VARIABLE
+from rollmesh.launch.child import last_line
+from rollmesh.launch.hosts.base import ChildCallbacks, ChildOrder
+from rollmesh.launch.hosts.runner import (
+    MAX_LINE_BYTES,
+    SHARED_FILE,
+    Beat,
+    Ended,
+    ReleaseOrder,
+    Reported,
+    RunnerEvent,
+    RunnerRequest,
+    RunnerStarted,
+    SignalOrder,
+    Started,
+    StartOrder,
+)
+from rollmesh.launch.machine import ChildExited
+
+log = get_logger()
+
+CLOSE_S = 5.0
+"""Time for a runner to end its children once its connection has ended."""
+RUNNER = ("-m", "rollmesh.launch.hosts.runner")
+
+
+class Transport(Protocol):
+    """A two-way stream of lines to a runner."""
+
+    def send(self, line: bytes) -> None:
+        """Send a line in the background."""
+
+    async def receive(self) -> bytes:
+        """Return the next line; b"" once the connection has ended."""
+
+    def why_ended(self) -> str:
+        """Return why it has ended, in a line."""
+
+    async def close(self) -> None:
+        """End the connection, and the runner with it."""
+
+
+class RunnerConnection:
+    """A connection to one runner, and the children that run there."""
+
+    def __init__(self, transport: Transport, node: str, logs: Path, log_token: str) -> None:
+        """`node` is the name of the node for users; the other arguments are those of
+        StartOrder.
+        """
+        self.node = node
+        self.is_open = True
+        self._transport = transport
+        self._logs = logs
+        self._log_token = log_token
+        self._children: dict[str, RemoteChild] = {}
+        self._task = asyncio.create_task(self._receive(), name=f"runner {node}")
+
+    def start(self, child: "RemoteChild") -> None:
+        """Start a child; OSError if one of its files cannot be read."""
+        order = child.order
+        contents = {path: Path(path).read_bytes() for path in order.files}
+        self._children[child.role] = child
+        self.send(StartOrder(order, contents, sys.executable, str(self._logs), self._log_token))
+
+    def send(self, request: RunnerRequest) -> None:
+        """Send a request in the background."""
+        if self.is_open:
+            self._transport.send(msgspec.json.encode(request) + b"\n")
+
+    async def close(self) -> None:
+        """End the runner and its children."""
+        await self._transport.close()
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _receive(self) -> None:
+        try:
+            while line := await self._transport.receive():
+                self._handle(line)
+        finally:
+            self.is_open = False
+            why = f"the runner on {self.node} ended: {self._transport.why_ended()}"
+            for child in [*self._children.values()]:
+                self._end(ChildExited(child.role, -signal.SIGKILL, why, child.pid, why))
+
+    def _handle(self, line: bytes) -> None:
+        try:
+            event = msgspec.json.decode(line, type=RunnerEvent)
+        except msgspec.MsgspecError:  # a banner of ssh or srun
+            log.warning("runner.line_ignored", node=self.node, line=line[:200])
+            return
+        match event:
+            case RunnerStarted(host, pid):
+                log.info("runner.started", node=self.node, host=host, pid=pid)
+            case Ended(exited, output):
+                if output:
+                    with open_output(self._logs / f"{exited.role}.out") as file:
+                        file.write(output)
+                self._end(exited)
+            case Started(role) | Reported(role) | Beat(role) if role in self._children:
+                self._children[role].handle(event)
+
+    def _end(self, exited: ChildExited) -> None:
+        if child := self._children.pop(exited.role, None):
+            child.on_exit(exited)
+
+
+Connect = Callable[["RemoteChild"], Awaitable[RunnerConnection]]
+"""Return the connection on which a child is to run; it calls `child.pend` while it waits."""
+
+
+class RemoteChild:
+    """A RunningChild on another node."""
+
+    def __init__(self, order: ChildOrder, hooks: ChildCallbacks, connect: Connect) -> None:
+        self.order = order
+        self.role = order.role
+        self.host = ""
+        self.pid = 0
+        self.address = ""
+        self._hooks = hooks
+        self._connect = connect
+        self._connection: RunnerConnection | None = None
+        self._is_released = False
+        self._exited: asyncio.Future[ChildExited] = asyncio.get_running_loop().create_future()
+
+    async def ended(self) -> ChildExited:
+        """See RunningChild."""
+        connecting = asyncio.ensure_future(self._connect(self))
+        first: set[asyncio.Future[Any]] = {connecting, self._exited}
+        try:
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if self._exited.done():  # stopped before it had a place
+                return self._exited.result()
+            connection = self._connection = connecting.result()
+            self.host = connection.node
+            connection.start(self)
+            if self._is_released:
+                connection.send(ReleaseOrder(self.role))
+            if not connection.is_open:
+                why = f"the runner on {connection.node} ended"
+                return ChildExited(self.role, -signal.SIGKILL, why, 0, why)
+            return await self._exited
+        finally:
+            connecting.cancel()
+
+    def pend(self, why: str) -> None:
+        """Report that no node has a place for it."""
+        self._hooks.pending(self, why)
+
+    def handle(self, event: Started | Reported | Beat) -> None:
+        """Handle an event of the runner."""
+        match event:
+            case Started(_, pid, address):
+                self.pid, self.address = pid, address
+                self._hooks.started(self)
+            case Reported(_, ready):
+                self._hooks.ready(self, ready)
+            case Beat():
+                self._hooks.heartbeat(self)
+
+    def on_exit(self, exited: ChildExited) -> None:
+        """Record its end."""
+        self.pid = 0
+        if not self._exited.done():
+            self._exited.set_result(exited)
+
+    def release(self) -> None:
+        """See RunningChild."""
+        self._is_released = True
+        if self._connection:
+            self._connection.send(ReleaseOrder(self.role))
+
+    def terminate(self) -> None:
+        """See RunningChild."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """See RunningChild."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._connection:
+            self._connection.send(SignalOrder(self.role, number is signal.SIGKILL))
+        else:
+            self.on_exit(ChildExited(self.role, -number, cause="stopped before it had a place"))
+
+
+class CommandTransport:
+    """A runner that was started by a command."""
+
+    def __init__(self, process: asyncio.subprocess.Process, output: Path) -> None:
+        """`output` has what it writes to stderr."""
+        self._process = process
+        self._output = output
+
+    def send(self, line: bytes) -> None:
+        assert self._process.stdin
+        with contextlib.suppress(ConnectionError, RuntimeError):  # `receive` reports the end
+            self._process.stdin.write(line)
+
+    async def receive(self) -> bytes:
+        assert self._process.stdout
+        return await self._process.stdout.readline()
+
+    def why_ended(self) -> str:
+        return last_line(self._output) or "its connection was closed"
+
+    async def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), CLOSE_S)
+        except TimeoutError:
+            await kill_and_wait(self._process, CLOSE_S)
+
+
+class CommandHost:
+    """A node on which a command starts a runner; all children there share it."""
+
+    def __init__(
+        self, command: Sequence[str], node: str, address: str, logs: Path, mark: str
+    ) -> None:
+        """`command` is put before `python -m ...`; `node` is the node's name, and `address` its
+        address for the other nodes; `mark` is that of the mesh.
+        """
+        self._argv = [*command, sys.executable, *RUNNER, "--address", address]
+        self._node = node
+        self._logs = logs
+        self._mark = mark
+        self._connection: RunnerConnection | None = None
+        self._connecting = asyncio.Lock()
+
+    def start(self, order: ChildOrder, hooks: ChildCallbacks) -> RemoteChild:
+        return RemoteChild(order, hooks, self._connect)
+
+    async def close(self) -> None:
+        if self._connection:
+            await self._connection.close()
+
+    async def _connect(self, child: RemoteChild) -> RunnerConnection:
+        async with self._connecting:
+            if self._connection is None or not self._connection.is_open:
+                self._connection = await self._open()
+            return self._connection
+
+    async def _open(self) -> RunnerConnection:
+        output = self._logs / f"runner-{self._node}.out"
+        with open_output(output) as stderr:
+            process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                limit=MAX_LINE_BYTES,
+                **spawn_options(
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=stderr,
+                    environment={**os.environ, MARK_VARIABLE: self._mark},
+                ),
+            )
+        transport = CommandTransport(process, output)
+        return RunnerConnection(transport, self._node, self._logs, share_logs(self._logs))
+
+
+def share_logs(logs: Path) -> str:
+    """Return the content of SHARED_FILE in the log folder, which is made if it is missing."""
+    path = logs / SHARED_FILE
+    if not path.exists():
+        path.write_text(secrets.token_hex(8))
+    return path.read_text()

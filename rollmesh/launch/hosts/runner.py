@@ -1,0 +1,279 @@
+"""The runner: a process on another node that starts and watches children there for launch.
+
+    launch --RunnerRequest lines--> stdin   runner   stdout --RunnerEvent lines--> launch
+
+- Lines are JSON. The children are those of launch/child.py: they follow the protocol of
+  core/process.py, and everything that they start ends with them.
+- When stdin ends, so do the children: the connection is the launcher's life sign. Signals are
+  ignored, since a cluster's manager sends them to launch too, which stops the children in order.
+- Files that a child reads (its keys, the settings) arrive by content. They are 0600, in memory, and
+  locked: if the runner is killed, its orphan reaper removes them.
+- A child writes to the run's log folder if that is shared; otherwise the end of its output travels
+  with the report of its exit.
+"""
+
+import argparse
+import asyncio
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from rollmesh.core.errors import AddressError
+from rollmesh.core.orphans import (
+    SHARED_MEMORY,
+    mark_self,
+    memory_prefix,
+    start_orphan_reaper,
+    sweep_memory,
+)
+from rollmesh.core.process import FAILED, Ready, attach_to_launcher, listen
+from rollmesh.launch.child import ChildProcess, become_subreaper, kill_descendants
+from rollmesh.launch.hosts.base import ChildCallbacks, ChildOrder, RunningChild
+from rollmesh.launch.machine import ChildExited
+
+MAX_LINE_BYTES = 2**26
+OUTPUT_BYTES = 2**16
+"""The part of a child's output that is sent if its log folder is not shared."""
+SHARED_FILE = ".shared"
+"""In the log folder: a random text that shows a runner that it sees launch's folder."""
+
+
+class StartOrder(msgspec.Struct, frozen=True, tag="start"):
+    """Start a child."""
+
+    order: ChildOrder
+    contents: dict[str, bytes]
+    """By path on the launcher's machine: the files of the order."""
+    python: str
+    """The launcher's interpreter; the runner's takes its place in the arguments."""
+    logs: str
+    """The run's log folder."""
+    log_token: str
+    """The content of SHARED_FILE there."""
+
+
+class ReleaseOrder(msgspec.Struct, frozen=True, tag="release"):
+    """Open a child's gate."""
+
+    role: str
+
+
+class SignalOrder(msgspec.Struct, frozen=True, tag="signal"):
+    """Send SIGTERM to a child, or SIGKILL to it and all that it started."""
+
+    role: str
+    kill: bool
+
+
+RunnerRequest = StartOrder | ReleaseOrder | SignalOrder
+
+
+class RunnerStarted(msgspec.Struct, frozen=True, tag="runner"):
+    """The first line of a runner."""
+
+    host: str
+    pid: int
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """A child's process runs."""
+
+    role: str
+    pid: int
+    address: str
+
+
+class Reported(msgspec.Struct, frozen=True, tag="reported"):
+    """A child is ready."""
+
+    role: str
+    ready: Ready
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """A child sent a heartbeat."""
+
+    role: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """A child has ended, or could not be started."""
+
+    exited: ChildExited
+    output: bytes = b""
+    """The end of its output, if its log is not in the launcher's folder."""
+
+
+RunnerEvent = RunnerStarted | Started | Reported | Beat | Ended
+
+
+class ChildRunner:
+    """The children of one runner."""
+
+    def __init__(self, address: str, mark: str, writer: asyncio.StreamWriter) -> None:
+        """Children listen on `address`; `mark` is that of this process."""
+        self._address = address
+        self._mark = mark
+        self._writer = writer
+        self._children: dict[str, ChildProcess] = {}
+        self._sockets: dict[str, socket.socket] = {}
+        self._copies: dict[bytes, BinaryIO] = {}
+        """By content, since a restarted child reads the same files."""
+        self._folder = Path(tempfile.mkdtemp(prefix="rollmesh-runner-"))
+        self._num_started = 0
+
+    async def run(self, reader: asyncio.StreamReader) -> None:
+        """Carry out requests until the connection ends, then end the children."""
+        self._send(RunnerStarted(socket.gethostname(), os.getpid()))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for line in reader:
+                    self._handle(msgspec.json.decode(line, type=RunnerRequest), tasks)
+                kill_descendants()
+        finally:
+            kill_descendants()
+            self.close()
+
+    def close(self) -> None:
+        """Remove the copies of files."""
+        for copy in self._copies.values():
+            Path(copy.name).unlink(missing_ok=True)
+            copy.close()
+        for listening in self._sockets.values():
+            listening.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _handle(self, request: RunnerRequest, tasks: asyncio.TaskGroup) -> None:
+        match request:
+            case StartOrder():
+                tasks.create_task(self._run_child(request), name=request.order.role)
+            case ReleaseOrder(role) if role in self._children:
+                self._children[role].release()
+            case SignalOrder(role, kill) if role in self._children:
+                if kill:
+                    self._children[role].kill()
+                else:
+                    self._children[role].terminate()
+
+    async def _run_child(self, start: StartOrder) -> None:
+        role = start.order.role
+        output = self._log_folder(start) / f"{role}.out"
+        hooks = ChildCallbacks(self._on_start, self._on_ready, self._on_heartbeat, _never_pending)
+        try:
+            listening = self._listening(start.order)
+            child = ChildProcess(self._local(start), output, listening, hooks)
+            self._children[role] = child
+            exited = await child.ended()
+        except (OSError, AddressError) as error:
+            exited = ChildExited(role, FAILED, f"it could not be started: {error}")
+        finally:
+            self._children.pop(role, None)
+        is_shared = output.parent != self._folder
+        self._send(Ended(exited, b"" if is_shared else _end_of(output)))
+
+    def _log_folder(self, start: StartOrder) -> Path:
+        try:
+            token = (Path(start.logs) / SHARED_FILE).read_text()
+        except OSError:
+            token = ""
+        return Path(start.logs) if token == start.log_token else self._folder
+
+    def _listening(self, order: ChildOrder) -> socket.socket | None:
+        """Return the child's socket, which a restarted child gets again."""
+        if order.bind and order.role not in self._sockets:
+            self._sockets[order.role] = listen(order.bind.replace("{host}", self._address))
+        return self._sockets.get(order.role)
+
+    def _local(self, start: StartOrder) -> ChildOrder:
+        """Return the order with the paths and the address of this node."""
+        order = start.order
+        words = {path: self._copy(path, raw) for path, raw in start.contents.items()}
+        words |= {start.python: sys.executable}
+        self._num_started += 1
+        return msgspec.structs.replace(
+            order,
+            argv=tuple(words.get(w, w.replace("{host}", self._address)) for w in order.argv),
+            variables={name: words.get(value, value) for name, value in order.variables.items()},
+            mark=f"{self._mark}/{order.role}.{self._num_started}",
+        )
+
+    def _copy(self, path: str, raw: bytes) -> str:
+        if raw not in self._copies:
+            name = f"{memory_prefix()}{secrets.token_hex(4)}-{Path(path).name}"
+            folder = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else str(self._folder)
+            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+            descriptor = os.open(os.path.join(folder, name), flags, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            copy = open(descriptor, "wb", 0, opener=None)  # noqa: SIM115 - kept open for its lock
+            copy.write(raw)
+            self._copies[raw] = copy
+        return str(self._copies[raw].name)
+
+    def _on_start(self, child: RunningChild) -> None:
+        self._send(Started(child.role, child.pid, child.address))
+
+    def _on_ready(self, child: RunningChild, ready: Ready) -> None:
+        self._send(Reported(child.role, ready))
+
+    def _on_heartbeat(self, child: RunningChild) -> None:
+        self._send(Beat(child.role))
+
+    def _send(self, event: RunnerEvent) -> None:
+        self._writer.write(msgspec.json.encode(event) + b"\n")
+
+
+def _never_pending(child: RunningChild, why: str) -> None:
+    """Do nothing: this machine always has a place."""
+    del child, why
+
+
+def _end_of(output: Path) -> bytes:
+    try:
+        with output.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_BYTES))
+            return file.read()
+    except OSError:
+        return b""
+
+
+async def serve(address: str, mark: str, output: int) -> None:
+    """Run a runner on stdin and the descriptor `output`."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, bool)
+    reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    transport, protocol = await loop.connect_write_pipe(
+        asyncio.streams.FlowControlMixin, os.fdopen(output, "wb", 0)
+    )
+    writer = asyncio.StreamWriter(transport, protocol, None, loop)
+    await ChildRunner(address, mark, writer).run(reader)
+
+
+def main() -> None:
+    """Run a runner until its connection ends."""
+    arguments = argparse.ArgumentParser(prog="runner", allow_abbrev=False)
+    arguments.add_argument("--address", required=True, help="address of this node for the others")
+    options = arguments.parse_args()
+    mark = mark_self("runner")
+    attach_to_launcher()
+    # Lines of libraries belong to the log, not to the connection.
+    output = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    become_subreaper()
+    start_orphan_reaper(mark)
+    sweep_memory()
+    asyncio.run(serve(options.address, mark, output))
+
+
+if __name__ == "__main__":
+    main()
