@@ -1,0 +1,274 @@
+"""A Slurm cluster on this machine: a network namespace, a host name and a slurmd for each node.
+
+    login (slurmctld, sbatch, squeue; 10.77.0.1) ==bridge== n0 10.77.0.10, n1 10.77.0.11, ...
+
+- Needs root, Debian's slurm-wlm and munge. All its files are in a temporary folder; nothing in /etc
+  is read or written.
+- Nodes share the file system and the process table. They have addresses and host names of their
+  own, and reach neither each other's loopback nor other machines.
+- No cgroups (proctrack/linuxproc, task/none), so that it works in a container, too.
+"""
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollmesh.core.child_process import ManagedProcess, open_output
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "ip", "nsenter")
+LOGIN = "login"
+NETWORK = "10.77.0"
+CPUS = 16
+"""CPUs that a node claims to have."""
+START_S = 60.0
+STOP_S = 15.0
+POLL_S = 0.1
+
+SETTINGS = """\
+ClusterName=test
+SlurmctldHost={login}({network}.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+JobCompType=jobcomp/none
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ReturnToService=2
+KillWait=10
+SlurmdTimeout=10
+MinJobAge=600
+SchedulerParameters=requeue_delay=1
+GresTypes=gpu
+"""
+
+
+def why_not() -> str:
+    """Return why no cluster can run here; '' if it can."""
+    if os.geteuid():
+        return "network namespaces need root"
+    if missing := [each for each in PROGRAMS if not shutil.which(each)]:
+        return f"no Slurm here: {missing[0]} is missing"
+    return ""
+
+
+class SlurmCluster:
+    """A cluster, for the time of a `with` block."""
+
+    def __init__(self, num_nodes: int = 3, num_gpus: int = 0) -> None:
+        """`num_gpus` is the number of GPUs that each node claims to have."""
+        self.nodes = {f"n{number}": f"{NETWORK}.1{number}" for number in range(num_nodes)}
+        """Addresses of the nodes by name."""
+        self._num_gpus = num_gpus
+        self._prefix = f"slurm-{os.getpid()}-"
+        self._stack = ExitStack()
+        self._daemons: dict[str, ManagedProcess] = {}
+        self.folder: Path
+
+    def __enter__(self) -> "SlurmCluster":
+        with ExitStack() as undo:
+            self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+            undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            for node in (LOGIN, *self.nodes):
+                undo.enter_context(self._namespace(node))
+            self._connect()
+            self._configure()
+            undo.callback(self._stop)
+            self._start("munged", LOGIN, self._munged())
+            self._start("slurmctld", LOGIN, ["slurmctld", "-D"])
+            for node in self.nodes:
+                self.start_node(node)
+            self._wait_until_idle()
+            self._stack = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of Slurm's programs and of a user."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        return {**kept, "SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def command(self, node: str, *argv: str) -> list[str]:
+        """Return the command that runs `argv` on a node."""
+        # `ip netns exec` would hide the machine's cgroups, without which slurmd does not start.
+        enter = ["nsenter", f"--net=/run/netns/{self._prefix}{node}", "unshare", "--uts"]
+        return [*enter, "sh", "-c", 'hostname "$1"; shift; exec "$@"', "sh", node, *argv]
+
+    def run(
+        self,
+        *argv: str,
+        node: str = LOGIN,
+        folder: Path | None = None,
+        environment: Mapping[str, str] = {},
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a node and return what it wrote; with `check` it must succeed."""
+        done = subprocess.run(
+            self.command(node, *argv),
+            cwd=folder,
+            env={**self.environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+            check=False,
+        )
+        assert done.returncode == 0 or not check, f"{argv}: {done.stdout}{done.stderr}"
+        return done
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """Return the fields of `scontrol show job`."""
+        line = self.run("scontrol", "--oneliner", "show", "job", job_id).stdout
+        return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+    def wait_for_job(self, job_id: str, states: tuple[str, ...], timeout_s: float) -> str:
+        """Wait until a job has one of these states; return it."""
+        wait_until(
+            lambda: self.job(job_id)["JobState"] in states,
+            timeout_s,
+            lambda: f"job {job_id}: {self.job(job_id)}",
+        )
+        return self.job(job_id)["JobState"]
+
+    def processes(self, node: str) -> list[psutil.Process]:
+        """Return the processes on a node, slurmd included."""
+        own = os.stat(f"/run/netns/{self._prefix}{node}").st_ino
+        found = []
+        for each in psutil.process_iter():
+            with suppress(OSError):
+                if os.stat(f"/proc/{each.pid}/ns/net").st_ino == own:
+                    found.append(each)
+        return found
+
+    def kill_node(self, node: str) -> None:
+        """Kill every process on a node at once, slurmd included."""
+        while found := self.processes(node):
+            for each in found:
+                with suppress(psutil.NoSuchProcess):
+                    each.send_signal(signal.SIGKILL)
+            psutil.wait_procs(found, timeout=POLL_S)
+            self._daemons[node].wait_for(POLL_S)
+
+    def start_node(self, node: str) -> None:
+        """Start slurmd on a node."""
+        self._start(node, node, ["slurmd", "-D", "-N", node])
+
+    def state(self, node: str) -> str:
+        """Return the state of a node, such as IDLE."""
+        line = self.run("scontrol", "--oneliner", "show", "node", node).stdout
+        return dict(word.split("=", 1) for word in line.split() if "=" in word)["State"]
+
+    @contextmanager
+    def _namespace(self, node: str) -> Iterator[None]:
+        name = f"{self._prefix}{node}"
+        done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+        try:
+            self._ip(node, "link set lo up")
+            yield
+        finally:
+            for each in self.processes(node):
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            subprocess.run(["ip", "netns", "del", name], check=True)
+
+    def _connect(self) -> None:
+        self._ip(LOGIN, "link add switch type bridge")
+        self._ip(LOGIN, f"addr add {NETWORK}.1/24 dev switch")
+        self._ip(LOGIN, "link set switch up")
+        for node, address in self.nodes.items():
+            peer = f"type veth peer name eth0 netns {self._prefix}{node}"
+            self._ip(LOGIN, f"link add to-{node} {peer}")
+            self._ip(LOGIN, f"link set to-{node} master switch up")
+            self._ip(node, f"addr add {address}/24 dev eth0")
+            self._ip(node, "link set eth0 up")
+
+    def _ip(self, node: str, words: str) -> None:
+        subprocess.run(["ip", "-n", f"{self._prefix}{node}", *words.split()], check=True)
+
+    def _configure(self) -> None:
+        lines = [SETTINGS.format(login=LOGIN, network=NETWORK, folder=self.folder)]
+        gpus = f" Gres=gpu:{self._num_gpus}" if self._num_gpus else ""
+        for node, address in self.nodes.items():
+            (self.folder / f"spool-{node}").mkdir()
+            lines.append(
+                f"NodeName={node} NodeAddr={address} NodeHostname={node} CPUs={CPUS}"
+                f" RealMemory=1000{gpus} State=UNKNOWN\n"
+            )
+        lines.append("PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n")
+        (self.folder / "slurm.conf").write_text("".join(lines))
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        devices = [self.folder / f"gpu{number}" for number in range(self._num_gpus)]
+        for device in devices:
+            os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
+        gres = "".join(f"Name=gpu File={device}\n" for device in devices)
+        (self.folder / "gres.conf").write_text(gres)
+        (self.folder / "state").mkdir()
+        key = os.open(self.folder / "munge.key", os.O_CREAT | os.O_WRONLY, 0o600)
+        os.write(key, os.urandom(1024))
+        os.close(key)
+
+    def _munged(self) -> list[str]:
+        at = self.folder
+        files = [f"--key-file={at}/munge.key", f"--socket={at}/munge.socket"]
+        files += [f"--pid-file={at}/munged.pid", f"--seed-file={at}/munge.seed"]
+        return ["munged", "--foreground", "--force", *files]
+
+    def _start(self, name: str, node: str, argv: list[str]) -> None:
+        with open_output(self.folder / f"{name}.out") as output:
+            self._daemons[name] = ManagedProcess(
+                self.command(node, *argv),
+                environment=self.environment,
+                stdout=output,
+                stderr=output,
+            )
+
+    def _wait_until_idle(self) -> None:
+        wait_until(
+            lambda: all(self.state(node) == "IDLE" for node in self.nodes), START_S, self._report
+        )
+
+    def _report(self) -> str:
+        lines = [self.run("sinfo", check=False).stdout]
+        for path in sorted(self.folder.glob("*.out")):
+            lines += [f"== {path.name}", *path.read_text().splitlines()[-8:]]
+        return "\n".join(lines)
+
+    def _stop(self) -> None:
+        """Stop the daemons, the nodes' first."""
+        for daemon in reversed(self._daemons.values()):
+            daemon.stop(STOP_S)
+
+
+def wait_until(is_true: Callable[[], bool], timeout_s: float, report: Callable[[], str]) -> None:
+    """Wait until a condition holds; fail with `report` if it does not in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline_s, report()
+        time.sleep(POLL_S)
