@@ -60,8 +60,11 @@ VERBS = {
 USER_FILE_VERBS = frozenset({"init", "make-model"})
 """Verbs whose files are the user's own rather than a run's."""
 
-TRAIN_MODULES = frozenset({"torch", "transformers", "safetensors", "llguidance", "matplotlib"})
-"""Modules of the extra `train`."""
+EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "safetensors", "llguidance", "matplotlib"), "train"),
+    "ray": "ray",
+}
+"""By module: the extra that installs it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,9 +107,12 @@ def run(words: list[str]) -> int:
     except UserError as error:
         return report_error(str(error))
     except ModuleNotFoundError as error:
-        if error.name not in TRAIN_MODULES:
+        if error.name not in EXTRAS:
             raise
-        return report_error(f"{words[0]} needs {error.name}: pip install '.[train]' in a checkout")
+        extra = EXTRAS[error.name]
+        return report_error(
+            f"{words[0]} needs {error.name}: pip install '.[{extra}]' in a checkout"
+        )
     except KeyboardInterrupt:
         return INTERRUPTED
 

@@ -108,6 +108,9 @@ def up(argv: list[str]) -> int:
         default=Path("mesh.toml"),
         help="settings file (default: mesh.toml); `rollmesh init` writes one",
     )
+    arguments.add_argument(
+        "--on", dest="cluster", choices=("ray",), help="run the processes on a cluster's nodes"
+    )
     add_share(arguments)
     add_resume(arguments)
     add_set(arguments)
@@ -122,6 +125,7 @@ def up(argv: list[str]) -> int:
             resume=options.resume,
             share=share_of(options),
             resume_command=resume_command("up", argv),
+            cluster=options.cluster,
         )
     )
 

@@ -96,6 +96,11 @@ class ManagedProcess:
         return self._popen.stdin
 
     @property
+    def stdout(self) -> IO[bytes] | None:
+        """The pipe from its standard output, if it was started with one."""
+        return self._popen.stdout
+
+    @property
     def stderr(self) -> IO[bytes] | None:
         """The pipe from its standard error, if it was started with one."""
         return self._popen.stderr

@@ -35,6 +35,7 @@ from rollmesh.core.types import (
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 NonNegativeSeconds = Annotated[float, msgspec.Meta(ge=0)]
+NonNegativeNumber = Annotated[float, msgspec.Meta(ge=0)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 LossWeight = Literal["token", "rollout"]
@@ -498,6 +499,23 @@ class LaunchConfig(Section, frozen=True):
             )
 
 
+class RayConfig(Section, frozen=True):
+    """`rollmesh up --on ray`: the cluster, and what each process needs of a node."""
+
+    address: str = "auto"
+    """Address of the cluster's head; `auto` is RAY_ADDRESS, or a cluster with a node on this
+    machine (default: auto)."""
+    worker_cpus: NonNegativeNumber = 1.0
+    """CPUs of a worker. Workers without a place make an autoscaler add nodes (default: 1)."""
+    engine_cpus: NonNegativeNumber = 1.0
+    """CPUs of an engine, besides its GPUs (default: 1)."""
+    trainer_cpus: NonNegativeNumber = 1.0
+    """CPUs of the trainer, besides its GPUs (default: 1)."""
+    trainer_gpus: NonNegative = 0
+    """GPUs of the trainer, on one node (default: 0, one for each rank, or none where
+    trainer.device is cpu or the cluster has no GPU)."""
+
+
 class Config(Section, frozen=True):
     """All settings."""
 
@@ -521,6 +539,7 @@ class Config(Section, frozen=True):
     journal: JournalConfig = JournalConfig()
     dashboard: DashboardConfig = DashboardConfig()
     launch: LaunchConfig = LaunchConfig()
+    ray: RayConfig = RayConfig()
 
     def __post_init__(self) -> None:
         most = self.trainer.max_staleness + 1

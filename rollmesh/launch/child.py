@@ -263,6 +263,7 @@ class ChildProcess:
                     stdout=output,
                     stderr=output,
                     environment=environment,
+                    folder=Path(self._order.folder) if self._order.folder else None,
                 ),
             )
 

@@ -10,6 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollmesh.core.errors import ConfigError
+from rollmesh.core.secret_files import (
+    ENGINE_KEY_FILE_VARIABLE,
+    engine_key,
+    make_secret_file,
+    read_or_make_secret,
+)
 from rollmesh.launch.plan import ChildPlan
 from rollmesh.wire.keys import (
     HUB,
@@ -25,6 +31,9 @@ from rollmesh.wire.keys import (
     read_keys,
     read_members,
 )
+
+ENGINE_KEY = "engine.key"
+"""The engines' API key, in the run's key folder."""
 
 
 def make_run_keys(run: Path, plans: Sequence[ChildPlan]) -> Path | None:
@@ -50,15 +59,45 @@ def make_run_keys(run: Path, plans: Sequence[ChildPlan]) -> Path | None:
     return folder
 
 
+def check_run_keys(option: str, *, has_keys: bool) -> None:
+    """Raise ConfigError if the run would have no keys of its own, which `option` needs."""
+    if os.environ.get(KEYS_VARIABLE):
+        raise ConfigError(f"{option} makes keys for the run and copies them: unset {KEYS_VARIABLE}")
+    if not has_keys:
+        raise ConfigError(
+            f"{option} needs keys, since other machines can reach the router; leave out --no-keys"
+        )
+
+
+def make_engine_key(folder: Path) -> None:
+    """Create the API key of engines that other machines can reach, in the run's key folder.
+
+    A key that the user has set is copied there; a resumed run keeps its own.
+    """
+    path = folder / ENGINE_KEY
+    try:
+        if key := engine_key():
+            path.unlink(missing_ok=True)
+            make_secret_file(path, f"{key}\n".encode())
+        else:
+            read_or_make_secret(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot create it: {str(error.strerror).lower()}") from None
+
+
 def key_variables(plan: ChildPlan, folder: Path | None) -> dict[str, str]:
     """Return the environment variables that name a process's key files."""
     if folder is None:
         return {}
+    variables = {}
+    if plan.uses_engines and (folder / ENGINE_KEY).is_file():
+        variables[ENGINE_KEY_FILE_VARIABLE] = str((folder / ENGINE_KEY).absolute())
     if not plan.key:
-        return {KEYS_VARIABLE: "", SCHEDULER_KEYS_VARIABLE: ""}
+        return {**variables, KEYS_VARIABLE: "", SCHEDULER_KEYS_VARIABLE: ""}
     name = HUB if plan.key == HUB else plan.role
     scheduler = os.environ.get(SCHEDULER_KEYS_VARIABLE, "")
     return {
+        **variables,
         KEYS_VARIABLE: str((folder / f"{name}.json").absolute()),
         SCHEDULER_KEYS_VARIABLE: scheduler if plan.key == Role.PUBLISHER else "",
     }

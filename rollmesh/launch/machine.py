@@ -343,7 +343,7 @@ class SupervisionMachine:
             child.enter(ChildState.PENDING, now_s)
         is_new = child.state is ChildState.PENDING and child.pending_for != why
         child.pending_for = why
-        return [Notice(f"{child.plan.role}: {why}")] * is_new
+        return [Notice(f"{child.plan.role}: {why}")] * (is_new and bool(why))
 
     def _on_placed(self, child: ChildRecord, now_s: float) -> list[Action]:
         child.has_address, child.pending_for = True, ""

@@ -17,10 +17,12 @@ before it has put them to sleep.
 import enum
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
 from rollmesh.core import model_folders
+from rollmesh.core.addresses import is_loopback
 from rollmesh.core.config import Config
 from rollmesh.core.share import Share, token_file
 
@@ -93,7 +95,11 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_gpus: int = 0
     """GPUs of its own."""
     num_cpus: float = 1
-    """CPU cores that a cluster's scheduler counts for it."""
+    """CPUs that a cluster's scheduler counts for it."""
+    uses_engines: bool = True
+    """Whether it gets the engines' API key, if there is one."""
+    stays_here: bool = False
+    """Whether it runs on launch's machine, wherever the others run."""
     is_worker: bool = False
     """Whether it is a worker: the router knows it by its role, and its end is reported to the
     router.
@@ -107,6 +113,7 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 MODEL_ROLE = "warm-start"
 COORDINATOR = "coordinator"
+TRAINER = "trainer"
 ROLLMESH = (sys.executable, "-m", "rollmesh.cli.main")
 LEAST_VERSION = ("--least-version", "1")
 """For a resumed run: weights that were never published sample nothing for it."""
@@ -129,7 +136,13 @@ def plan_mesh(
     plans = []
     if make_model:
         plans.append(
-            ChildPlan(role=MODEL_ROLE, argv=(*ROLLMESH, *make_model), on_death=OnDeath.NEXT)
+            ChildPlan(
+                role=MODEL_ROLE,
+                argv=(*ROLLMESH, *make_model),
+                on_death=OnDeath.NEXT,
+                uses_engines=False,
+                stays_here=True,
+            )
         )
     settings = ("--config", str(config_path))
     options = (*(LEAST_VERSION if resumed else ()), *(ASLEEP if share else ()))
@@ -137,7 +150,7 @@ def plan_mesh(
     plans += [plan_coordinator(config, settings, share)] if share else []
     plans.append(
         ChildPlan(
-            role="trainer",
+            role=TRAINER,
             argv=(*ROLLMESH, "train", *settings, "--router", "{router}", *share_options(share)),
             key="publisher",
             on_death=OnDeath.FINISH,
@@ -233,6 +246,7 @@ def plan_router(config: Config, settings: tuple[str, ...]) -> ChildPlan:
         key="hub",
         again=("--bind", "{router}"),
         on_death=OnDeath.RESTART,
+        stays_here=True,
         bind=config.router.http_bind,
         bind_key="router.http_bind",
     )
@@ -250,6 +264,7 @@ def plan_coordinator(config: Config, settings: tuple[str, ...], share: Share) ->
         key="publisher",
         on_death=OnDeath.RESTART,
         needs=("router",),
+        stays_here=True,
     )
 
 
@@ -294,9 +309,49 @@ def plan_dashboard(config: Config) -> ChildPlan:
             str(config.dashboard.poll_s),
         ),
         on_death=OnDeath.CONTINUE,
+        uses_engines=False,
+        stays_here=True,
         bind=config.dashboard.bind,
         bind_key="dashboard.bind",
     )
+
+
+def on_network(config: Config, address: str) -> Config:
+    """Return the settings of a run whose processes are on several nodes.
+
+    The router listens on `address`, this node's, unless the user has bound it elsewhere, and paths
+    are absolute.
+    """
+    router, run, model = config.router, config.run, config.model
+    if is_loopback(urlsplit(router.bind).hostname or ""):
+        bind = f"tcp://{address}:{router.bind.rpartition(':')[2]}"
+        router = msgspec.structs.replace(router, bind=bind)
+    run = msgspec.structs.replace(run, folder=str(Path(run.folder).absolute()))
+    if Path(model.path).is_dir():
+        model = msgspec.structs.replace(model, path=str(Path(model.path).absolute()))
+    return msgspec.structs.replace(config, router=router, run=run, model=model)
+
+
+def for_cluster(config: Config, plans: list[ChildPlan], num_gpus: int) -> list[ChildPlan]:
+    """Return the plans with what each process needs of a node; the cluster has `num_gpus` GPUs."""
+    found, settings = [], config.ray
+    for plan in plans:
+        if plan.is_worker:
+            plan = msgspec.structs.replace(plan, num_cpus=settings.worker_cpus)
+        elif plan.role in engine_roles(config):
+            plan = msgspec.structs.replace(plan, num_cpus=settings.engine_cpus, bind="{host}:0")
+        elif plan.role == TRAINER:
+            needed = settings.trainer_gpus or gpus_of_trainer(config, num_gpus)
+            cpus = settings.trainer_cpus
+            plan = msgspec.structs.replace(plan, num_cpus=cpus, num_gpus=needed)
+        found.append(plan)
+    return found
+
+
+def gpus_of_trainer(config: Config, num_gpus: int) -> int:
+    """Return the GPUs of the trainer in a cluster of `num_gpus`: one for each rank, or none."""
+    is_on_cpu = config.trainer.device == "cpu" or not num_gpus
+    return 0 if is_on_cpu else config.trainer.num_ranks
 
 
 def roles_in(argv: tuple[str, ...]) -> list[str]:

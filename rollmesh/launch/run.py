@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 from rich.text import Text
@@ -28,11 +28,18 @@ from rollmesh.core.run_state import RunState
 from rollmesh.core.share import Share
 from rollmesh.launch.checks import check
 from rollmesh.launch.folder import RunFolder, config_path
-from rollmesh.launch.keys import make_run_keys
+from rollmesh.launch.keys import check_run_keys, make_engine_key, make_run_keys
 from rollmesh.launch.machine import MeshState, RunEnd
 from rollmesh.launch.notices import ErrorTail, RecoveryTail, RolloutFailures
 from rollmesh.launch.pipeline import claim_name, new_claim, release_name
-from rollmesh.launch.plan import plan_mesh, plan_serving, start_weights
+from rollmesh.launch.plan import (
+    ChildPlan,
+    for_cluster,
+    on_network,
+    plan_mesh,
+    plan_serving,
+    start_weights,
+)
 from rollmesh.launch.progress import RunProgress
 from rollmesh.launch.screen import (
     STATE_STYLES,
@@ -50,6 +57,9 @@ REFRESH_S = 1.0
 END_TEXT = {RunState.DONE: "is done", RunState.STOPPED: "was stopped", RunState.FAILED: "failed"}
 PIPE_WIDTH = 200
 """Width without a terminal, so that lines are not cut."""
+
+
+ClusterKind = Literal["ray"]
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +80,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command that resumes the run, shown to the user; '' if there is none."""
     has_keys: bool = True
     """Create keys for the run, unless the user has configured some."""
+    cluster: ClusterKind | None = None
+    """The cluster whose nodes run the processes; None for this machine."""
 
 
 def launch(order: RunOptions) -> int:
@@ -82,6 +94,7 @@ class LaunchedRun:
 
     def __init__(self, order: RunOptions) -> None:
         self._order = order
+        self._config = order.config
         self._clock = SystemClock()
         self._started_s = self._clock.now_s()
         width = None if sys.stdout.isatty() else PIPE_WIDTH
@@ -89,7 +102,10 @@ class LaunchedRun:
 
     async def run(self) -> int:
         """Implement `launch`."""
-        config = self._order.config
+        if cluster := self._order.cluster:
+            check_run_keys(f"--on {cluster}", has_keys=self._order.has_keys)
+            self._config = on_network(self._config, self._join_cluster())
+        config = self._config
         await check(config, bool(self._order.make_model), self._order.share, self._print)
         if self._order.about:
             with ignore_closed_output():
@@ -101,11 +117,13 @@ class LaunchedRun:
             resumed = start_weights(config) if self._order.resume else None
             order, path = self._order, config_path(config)
             plans = plan_mesh(config, path, order.make_model, resumed, order.share)
-            mesh = open_mesh(plans, mark)
+            mesh = self._place(plans, mark)
             folder = RunFolder(config, resume=order.resume, resume_command=order.resume_command)
             setup("launch", folder.path, on_console=False)
             try:
                 keys = make_run_keys(folder.path, plans) if order.has_keys else None
+                if keys and mesh.hosts:
+                    make_engine_key(keys)
                 sampler, end = await self._follow(mesh, folder, keys)
             except BaseException as error:
                 folder.end(RunState.FAILED, f"launch failed: {type(error).__name__}: {error}")
@@ -113,11 +131,29 @@ class LaunchedRun:
         self._sum_up(end, folder, sampler)
         return end.code
 
+    def _join_cluster(self) -> str:
+        """Connect to the cluster; return the address of this node for the others."""
+        from rollmesh.launch.hosts.ray import connect_to_cluster  # noqa: PLC0415 - an extra
+
+        return connect_to_cluster(self._config.ray.address)
+
+    def _place(self, plans: list[ChildPlan], mark: str) -> MeshPlan:
+        """Assign the processes to hosts, and open the listening sockets of this machine."""
+        if not self._order.cluster:
+            return open_mesh(plans, mark)
+        from rollmesh.launch.hosts.ray import RayHost, cluster_gpus  # noqa: PLC0415 - an extra
+
+        config = self._config
+        plans = for_cluster(config, plans, cluster_gpus())
+        host = RayHost(config.run_folder() / "logs", mark)
+        hosts = {plan.role: host for plan in plans if not plan.stays_here}
+        return open_mesh(plans, mark, hosts, (str(config_path(config)),))
+
     async def _follow(
         self, mesh: MeshPlan, folder: RunFolder, keys: Path | None
     ) -> tuple[TelemetrySampler, RunEnd]:
         """Run the mesh and show its progress."""
-        config = self._order.config
+        config = self._config
         supervisor = Supervisor(mesh, config.launch, folder, self._clock, keys)
         sampler = TelemetrySampler(supervisor, folder, self._clock, config.launch)
         progress = RunProgress(config.trainer.num_steps)
@@ -143,7 +179,7 @@ class LaunchedRun:
         if share is None:
             yield
             return
-        config = self._order.config
+        config = self._config
         runs, owns_engines = config.run_folder().parent, not config.engine.urls
         run = new_claim(share, mark, runs, owns_engines=owns_engines)
         claim_name(share, run, config.launch)

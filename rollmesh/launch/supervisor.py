@@ -217,6 +217,7 @@ class Supervisor:
             role=role,
             argv=fill((*plan.argv, *again), self._addresses),
             mark=f"{self._mark}/{role}.{self._num_started}",
+            folder=os.getcwd() if role in self._mesh.hosts else "",
             bind=plan.bind,
             num_gpus=plan.num_gpus,
             num_cpus=plan.num_cpus,

@@ -23,6 +23,8 @@ class ChildOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The program and its arguments, to which the host adds --ready-fd, --go-fd and --listen-fd."""
     mark: str
     """A unique mark, by which everything that the process starts is found."""
+    folder: str = ""
+    """Its working folder; '' for that of its parent."""
     bind: str = ""
     """host:port of its listening socket, which outlives it; '' for none."""
     num_gpus: int = 0

@@ -28,15 +28,15 @@ from rollmesh.launch.hosts.base import ChildCallbacks, ChildOrder
 from rollmesh.launch.hosts.runner import (
     MAX_LINE_BYTES,
     SHARED_FILE,
-    Beat,
-    Ended,
+    ProcessBeat,
+    ProcessEnded,
+    ProcessReady,
+    ProcessStarted,
     ReleaseOrder,
-    Reported,
     RunnerEvent,
     RunnerRequest,
     RunnerStarted,
     SignalOrder,
-    Started,
     StartOrder,
 )
 from rollmesh.launch.machine import ChildExited
@@ -117,12 +117,14 @@ class RunnerConnection:
         match event:
             case RunnerStarted(host, pid):
                 log.info("runner.started", node=self.node, host=host, pid=pid)
-            case Ended(exited, output):
+            case ProcessEnded(exited, output):
                 if output:
                     with open_output(self._logs / f"{exited.role}.out") as file:
                         file.write(output)
                 self._end(exited)
-            case Started(role) | Reported(role) | Beat(role) if role in self._children:
+            case ProcessStarted(role) | ProcessReady(role) | ProcessBeat(role) if (
+                role in self._children
+            ):
                 self._children[role].handle(event)
 
     def _end(self, exited: ChildExited) -> None:
@@ -173,15 +175,15 @@ class RemoteChild:
         """Report that no node has a place for it."""
         self._hooks.pending(self, why)
 
-    def handle(self, event: Started | Reported | Beat) -> None:
+    def handle(self, event: ProcessStarted | ProcessReady | ProcessBeat) -> None:
         """Handle an event of the runner."""
         match event:
-            case Started(_, pid, address):
+            case ProcessStarted(_, pid, address):
                 self.pid, self.address = pid, address
                 self._hooks.started(self)
-            case Reported(_, ready):
+            case ProcessReady(_, ready):
                 self._hooks.ready(self, ready)
-            case Beat():
+            case ProcessBeat():
                 self._hooks.heartbeat(self)
 
     def on_exit(self, exited: ChildExited) -> None:

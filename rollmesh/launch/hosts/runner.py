@@ -23,7 +23,6 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -35,7 +34,7 @@ from rollmesh.core.orphans import (
     start_orphan_reaper,
     sweep_memory,
 )
-from rollmesh.core.process import FAILED, Ready, attach_to_launcher, listen
+from rollmesh.core.process import FAILED, Ready, listen
 from rollmesh.launch.child import ChildProcess, become_subreaper, kill_descendants
 from rollmesh.launch.hosts.base import ChildCallbacks, ChildOrder, RunningChild
 from rollmesh.launch.machine import ChildExited
@@ -84,7 +83,7 @@ class RunnerStarted(msgspec.Struct, frozen=True, tag="runner"):
     pid: int
 
 
-class Started(msgspec.Struct, frozen=True, tag="started"):
+class ProcessStarted(msgspec.Struct, frozen=True, tag="started"):
     """A child's process runs."""
 
     role: str
@@ -92,20 +91,20 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
     address: str
 
 
-class Reported(msgspec.Struct, frozen=True, tag="reported"):
+class ProcessReady(msgspec.Struct, frozen=True, tag="reported"):
     """A child is ready."""
 
     role: str
     ready: Ready
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
+class ProcessBeat(msgspec.Struct, frozen=True, tag="beat"):
     """A child sent a heartbeat."""
 
     role: str
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
+class ProcessEnded(msgspec.Struct, frozen=True, tag="ended"):
     """A child has ended, or could not be started."""
 
     exited: ChildExited
@@ -113,7 +112,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """The end of its output, if its log is not in the launcher's folder."""
 
 
-RunnerEvent = RunnerStarted | Started | Reported | Beat | Ended
+RunnerEvent = RunnerStarted | ProcessStarted | ProcessReady | ProcessBeat | ProcessEnded
 
 
 class ChildRunner:
@@ -126,8 +125,10 @@ class ChildRunner:
         self._writer = writer
         self._children: dict[str, ChildProcess] = {}
         self._sockets: dict[str, socket.socket] = {}
-        self._copies: dict[bytes, BinaryIO] = {}
+        self._copies: dict[bytes, Path] = {}
         """By content, since a restarted child reads the same files."""
+        self._locks: list[int] = []
+        """Open descriptors of the copies."""
         self._folder = Path(tempfile.mkdtemp(prefix="rollmesh-runner-"))
         self._num_started = 0
 
@@ -146,8 +147,9 @@ class ChildRunner:
     def close(self) -> None:
         """Remove the copies of files."""
         for copy in self._copies.values():
-            Path(copy.name).unlink(missing_ok=True)
-            copy.close()
+            copy.unlink(missing_ok=True)
+        for descriptor in self._locks:
+            os.close(descriptor)
         for listening in self._sockets.values():
             listening.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -178,7 +180,7 @@ class ChildRunner:
         finally:
             self._children.pop(role, None)
         is_shared = output.parent != self._folder
-        self._send(Ended(exited, b"" if is_shared else _end_of(output)))
+        self._send(ProcessEnded(exited, b"" if is_shared else _end_of(output)))
 
     def _log_folder(self, start: StartOrder) -> Path:
         try:
@@ -204,28 +206,29 @@ class ChildRunner:
             argv=tuple(words.get(w, w.replace("{host}", self._address)) for w in order.argv),
             variables={name: words.get(value, value) for name, value in order.variables.items()},
             mark=f"{self._mark}/{order.role}.{self._num_started}",
+            folder=order.folder if os.path.isdir(order.folder) else "",
         )
 
     def _copy(self, path: str, raw: bytes) -> str:
         if raw not in self._copies:
-            name = f"{memory_prefix()}{secrets.token_hex(4)}-{Path(path).name}"
-            folder = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else str(self._folder)
-            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-            descriptor = os.open(os.path.join(folder, name), flags, 0o600)
+            folder = Path(SHARED_MEMORY) if os.path.isdir(SHARED_MEMORY) else self._folder
+            copy = folder / f"{memory_prefix()}{secrets.token_hex(4)}-{Path(path).name}"
+            descriptor = os.open(copy, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+            self._locks.append(descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            copy = open(descriptor, "wb", 0, opener=None)  # noqa: SIM115 - kept open for its lock
-            copy.write(raw)
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(raw)
             self._copies[raw] = copy
-        return str(self._copies[raw].name)
+        return str(self._copies[raw])
 
     def _on_start(self, child: RunningChild) -> None:
-        self._send(Started(child.role, child.pid, child.address))
+        self._send(ProcessStarted(child.role, child.pid, child.address))
 
     def _on_ready(self, child: RunningChild, ready: Ready) -> None:
-        self._send(Reported(child.role, ready))
+        self._send(ProcessReady(child.role, ready))
 
     def _on_heartbeat(self, child: RunningChild) -> None:
-        self._send(Beat(child.role))
+        self._send(ProcessBeat(child.role))
 
     def _send(self, event: RunnerEvent) -> None:
         self._writer.write(msgspec.json.encode(event) + b"\n")
@@ -265,7 +268,6 @@ def main() -> None:
     arguments.add_argument("--address", required=True, help="address of this node for the others")
     options = arguments.parse_args()
     mark = mark_self("runner")
-    attach_to_launcher()
     # Lines of libraries belong to the log, not to the connection.
     output = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
