@@ -19,7 +19,9 @@ import msgspec
 
 from rollmesh.cli.options import context_of, parser
 from rollmesh.core import config as settings
-from rollmesh.core.config import Config, Section
+from rollmesh.core import engine_config as engine_settings
+from rollmesh.core.config import Config
+from rollmesh.core.config_section import Section
 from rollmesh.core.errors import ConfigError, ModelError, UserError
 from rollmesh.core.model_folders import EXAMPLE, resolve_model, why_no_model
 from rollmesh.core.process import OK
@@ -199,7 +201,8 @@ def fields(section: Section) -> Iterator[tuple[str, Any]]:
 def docstrings() -> dict[str, str]:
     """Return the docstrings of `Class` and `Class.field` as TOML comments, from the source."""
     docs: dict[str, str] = {}
-    for owner in ast.parse(inspect.getsource(settings)).body:
+    sources = "".join(inspect.getsource(each) for each in (settings, engine_settings))
+    for owner in ast.parse(sources).body:
         if not isinstance(owner, ast.ClassDef):
             continue
         docs[owner.name] = comment(ast.get_docstring(owner) or "")

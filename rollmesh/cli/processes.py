@@ -39,11 +39,47 @@ from rollmesh.core.secret_files import begin_without_secrets, protect_memory, re
 
 
 def engine(argv: list[str]) -> int:
-    """Run the embedded torch engine, which parses its own arguments."""
+    """Run the embedded torch engine, which parses its own arguments, or an SGLang server."""
+    if argv[:1] == ["sglang"]:
+        return _sglang(argv[1:])
     from rollmesh.engine.embedded.server import main
 
     allow_descriptors(PEERS, "an engine")
     return main(with_newest(pass_gate(argv)))
+
+
+def _sglang(argv: list[str]) -> int:
+    """Start an SGLang server with the settings of `engine`, and watch it until it ends."""
+    from rollmesh.engine.sglang_server import ServerOrder, run_server
+
+    if not is_launched():
+        start_orphan_reaper(mark_self("engine"))
+    arguments = parser("engine sglang", "Start an SGLang server, and watch it until it ends.")
+    add_process_options(arguments)
+    add_model_dir(arguments)
+    add_listen(arguments)
+    arguments.add_argument("--host", default="127.0.0.1")
+    arguments.add_argument("--port", type=int, default=0, help="0 picks a free port")
+    arguments.add_argument("--weight-version", default="0")
+    arguments.add_argument(
+        "--role", default="engine", help="this process's name in logs and reports"
+    )
+    options = arguments.parse_args(with_newest(pass_gate(argv)))
+    set_model(options)
+    config = config_of(options)
+    if why := why_no_folder(config.model.path):
+        raise ModelError(f"--model-dir {config.model.path}: {why}")
+    order = ServerOrder(
+        config=config,
+        model=Path(config.model.path),
+        weight_version=options.weight_version,
+        bind=f"{options.host}:{options.port}",
+        listen_fd=options.listen_fd,
+        ready_fd=options.ready_fd,
+        role=options.role,
+        logs_to_folder=is_launched(),
+    )
+    return run_server(order)
 
 
 def router(argv: list[str]) -> int:

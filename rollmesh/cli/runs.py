@@ -27,7 +27,8 @@ from rollmesh.cli.options import (
     parser,
     share_of,
 )
-from rollmesh.core.config import Config, Section, load_config
+from rollmesh.core.config import Config, load_config
+from rollmesh.core.config_section import Section
 from rollmesh.core.errors import ConfigError
 from rollmesh.launch.folder import config_path, was_cut_off
 from rollmesh.launch.run import RunOptions, launch

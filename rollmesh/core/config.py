@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from rollmesh.core.addresses import why_no_engine_url, why_no_host_entry
 from rollmesh.core.config_parsing import (
     apply_override,
     check_no_literals,
@@ -22,6 +21,15 @@ from rollmesh.core.config_parsing import (
     merge,
     read_file,
 )
+from rollmesh.core.config_section import (
+    NonNegative,
+    NonNegativeNumber,
+    NonNegativeSeconds,
+    Positive,
+    PositiveSeconds,
+    Section,
+)
+from rollmesh.core.engine_config import EngineConfig as EngineConfig
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.files import FileMode
 from rollmesh.core.types import (
@@ -32,11 +40,6 @@ from rollmesh.core.types import (
     SamplingRule,
 )
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-NonNegative = Annotated[int, msgspec.Meta(ge=0)]
-NonNegativeSeconds = Annotated[float, msgspec.Meta(ge=0)]
-NonNegativeNumber = Annotated[float, msgspec.Meta(ge=0)]
-PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 LossWeight = Literal["token", "rollout"]
 ProximalRule = Literal["recompute", "loglinear", "recorded"]
@@ -47,10 +50,6 @@ IsolationMode = Literal["auto", "bwrap", "uid", "none"]
 FailedSibling = Literal["drop", "score_rest"]
 LEAST_HANG_S = 10.0
 """Smallest launch.hang_timeout_s; heartbeats are 2 s apart."""
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A section of settings, which is passed to one room."""
 
 
 class RunConfig(Section, frozen=True):
@@ -78,56 +77,6 @@ class ModelConfig(Section, frozen=True):
     renderers knows, or `template` (the folder's own chat template)."""
     max_context_tokens: Positive = 4096
     """Prompt and answer together; longer calls are refused as the dialect says."""
-
-
-class EngineConfig(Section, frozen=True):
-    """The servers that sample tokens."""
-
-    urls: tuple[str, ...] = ()
-    """SGLang servers, such as ["http://host:30000"]; empty starts the embedded engine."""
-    allow_hosts: tuple[str, ...] = ()
-    """Hosts, IP addresses or networks (CIDR) from which engines may join while the mesh runs
-    (default: none; only engines of the configuration are used)."""
-    backend: str = "sglang"
-    """Protocol of the engines at `urls`: `sglang`, or `module:attribute` of a factory of your own
-    (default: sglang, which the embedded engine serves too)."""
-    num_embedded: Positive = 1
-    """How many embedded engines to start where no urls are given."""
-    max_running: Positive = 256
-    """Embedded engine: requests that generate at the same time."""
-    kv_tokens: Positive = 65536
-    """Embedded engine: size of the key-value memory, in tokens."""
-    num_threads: Positive = 1
-    """Embedded engine: torch threads."""
-    answer_timeout_s: PositiveSeconds = 90.0
-    """Seconds after which a request without an answer is abandoned and resumed at another engine.
-    Longer than another program's trainer pauses an engine (default: 90)."""
-    abort_timeout_s: PositiveSeconds = 5.0
-    """Seconds in which an engine must end a request that it is asked to abort; later, the request
-    is dropped with the tokens that were not received yet (default: 5)."""
-    avoid_s: NonNegativeSeconds = 1.0
-    """Seconds for which an engine that failed a request is chosen only if there is no other
-    (default: 1)."""
-    connect_timeout_s: PositiveSeconds = 5.0
-    """Seconds in which a connection to an engine, or to an endpoint of a relay, must open
-    (default: 5)."""
-    control_timeout_s: PositiveSeconds = 30.0
-    """Seconds in which an engine must pause, continue, flush its cache, load an adapter or score
-    the probe; loading weights has publish.lease_s (default: 30)."""
-    probe_timeout_s: PositiveSeconds = 2.0
-    """Seconds in which an engine must answer a check of its health and weights (default: 2)."""
-    max_inflight: NonNegative = 0
-    """Requests that a worker or gateway has at one engine at a time; the others wait there, and
-    sessions take turns for each free place (default: 0, an eighth more than the engine reports to
-    run at a time, or no limit if it reports nothing)."""
-
-    def __post_init__(self) -> None:
-        for url in self.urls:
-            if why := why_no_engine_url(url):
-                raise ValueError(f"urls: {url}: {why}")
-        for entry in self.allow_hosts:
-            if why := why_no_host_entry(entry):
-                raise ValueError(f"allow_hosts: {why}")
 
 
 class RouterConfig(Section, frozen=True):
@@ -521,7 +470,7 @@ class Config(Section, frozen=True):
 
     env: str = "guess"
     """The environment: `package.module:Class`, or a short name: guess, echo, gym, openenv."""
-    env_settings: dict[str, Any] = {}
+    env_settings: dict[str, Any] = {}  # noqa: RUF012 - a struct copies it
     """Keyword arguments of the environment's constructor. Secrets (`*_key`, `*_token`, `*_secret`,
     `*password*`) are written { env = "NAME" } or { file = "PATH" }."""
     pass_threshold: float | None = None

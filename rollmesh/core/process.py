@@ -1,7 +1,8 @@
 """The protocol between launch and the processes that it starts, and what forked children close.
 
 - `--ready-fd N`: the child writes one JSON line, a Ready, to this descriptor when it is reachable.
-- `--listen-fd N`: a listening socket that launch owns and the child serves on.
+- `--listen-fd N`: a listening socket that launch owns and the child serves on; or a bound one that
+  keeps its port, for a child whose server cannot inherit a socket.
 - `--go-fd N`: the child loads its libraries, then waits until launch closes the other end.
 - ROLLMESH_BEAT_FD: a thread of the child writes a byte to this descriptor every BEAT_S, so that
   launch notices a process that is suspended.
@@ -78,11 +79,35 @@ def listen(bind: str, listen_fd: int | None = None) -> socket.socket:
     """
     if listen_fd is not None:
         return socket.socket(fileno=listen_fd)
+    return _bound(bind, socket.create_server, backlog=1024)
+
+
+def reserve(bind: str) -> socket.socket:
+    """Return a bound TCP socket that does not listen, for a program that cannot inherit a socket.
+
+    While it is open, the system gives the port to no other program, and a program that sets
+    SO_REUSEADDR can listen there (Linux). AddressError as in `listen`.
+    """
+    return _bound(bind, _reserved)
+
+
+def _reserved(address: tuple[str, int], family: socket.AddressFamily) -> socket.socket:
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(address)
+    except BaseException:
+        reserved.close()
+        raise
+    return reserved
+
+
+def _bound(bind: str, make: Callable[..., socket.socket], **options: int) -> socket.socket:
     host, _, port = bind.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, int(port)), family=family, backlog=1024)
+        return make((host, int(port)), family=family, **options)
     except (OSError, ValueError, OverflowError) as error:
         why = str(getattr(error, "strerror", None) or error).lower()
         raise AddressError(f"{bind}: cannot listen there: {why}; choose another") from None

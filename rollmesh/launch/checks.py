@@ -33,7 +33,7 @@ async def check(
         check_model(config.model.path)
     if share:
         check_may_share(config)
-        num_engines = len(config.engine.urls) or config.engine.num_embedded
+        num_engines = len(config.engine.urls) or config.engine.num_launched
         check_share(share, num_engines, config.launch, report)
     if config.engine.urls:
         timeout_s = config.launch.engine_check_timeout_s
@@ -46,7 +46,7 @@ def check_descriptors(config: Config) -> None:
     """Raise ConfigError if the run's processes could not open all the files that they need."""
     num_rollouts = config.worker.max_rollouts
     allow_descriptors(PER_ROLLOUT * num_rollouts, f"worker.max_rollouts = {num_rollouts}")
-    num_children = config.worker.num_workers + config.engine.num_embedded + NUM_OTHERS
+    num_children = config.worker.num_workers + config.engine.num_launched + NUM_OTHERS
     allow_descriptors(PER_CHILD * num_children, f"a run of {num_children} processes")
 
 

@@ -417,7 +417,7 @@ class SupervisionMachine:
         if late is not None and late.has_served:
             return [KillChild(late.plan.role)]
         if late is not None:
-            limit_s = self._settings.ready_timeout_s
+            limit_s = late.plan.ready_timeout_s or self._settings.ready_timeout_s
             reason = f"{late.plan.role} was not ready within {limit_s:g} s"
             return [*self._stop(RunEnd(FAILED, reason), now_s), *self._advance_stop(now_s)]
         if all(each.is_available or each.is_optional for each in self.children.values()):
@@ -454,7 +454,8 @@ class SupervisionMachine:
     def _overdue(self, now_s: float) -> ChildRecord | None:
         for child in self.children.values():
             is_starting = child.state is ChildState.STARTING and child.plan.reports
-            if is_starting and now_s - child.since_s >= self._settings.ready_timeout_s:
+            timeout_s = child.plan.ready_timeout_s or self._settings.ready_timeout_s
+            if is_starting and now_s - child.since_s >= timeout_s:
                 return child
         return None
 

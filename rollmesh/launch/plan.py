@@ -88,6 +88,8 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     """host:port of the listening socket that launch opens for it; '' for none."""
     bind_key: str = ""
     """The config key of `bind`, for error messages."""
+    listens: bool = True
+    """Whether launch listens on the socket; otherwise it only reserves the port."""
     loads: str = ""
     """Name of its load before it is ready, for the message about a crash during the load."""
     key: str = ""
@@ -100,6 +102,10 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it gets the engines' API key, if there is one."""
     stays_here: bool = False
     """Whether it runs on launch's machine, wherever the others run."""
+    variables: dict[str, str] = {}
+    """Added to its environment."""
+    ready_timeout_s: float = 0.0
+    """Seconds in which it must report that it is ready; 0: launch.ready_timeout_s."""
     is_worker: bool = False
     """Whether it is a worker: the router knows it by its role, and its end is reported to the
     router.
@@ -117,6 +123,8 @@ TRAINER = "trainer"
 ROLLMESH = (sys.executable, "-m", "rollmesh.cli.main")
 LEAST_VERSION = ("--least-version", "1")
 """For a resumed run: weights that were never published sample nothing for it."""
+READY_MARGIN_S = 60.0
+"""Seconds for a process that watches a load to report that this has taken too long."""
 ASLEEP = ("--asleep",)
 """For a run on a shared fleet, whose engines serve once its coordinator has woken them."""
 
@@ -171,10 +179,10 @@ def plan_serving(
     resumed: StartWeights | None = None,
     share: Share | None = None,
 ) -> list[ChildPlan]:
-    """Return the processes that roll out: engines if no URLs are configured, a router and
+    """Return the processes that roll out: engines, if no URLs are configured, a router and
     workers.
     """
-    engines = [] if config.engine.urls else plan_engines(config, gate, resumed, share)
+    engines = plan_engines(config, settings, gate, resumed, share)
     workers = [
         plan_worker(config, settings, f"worker-{number}", gate)
         for number in range(config.worker.num_workers)
@@ -184,11 +192,12 @@ def plan_serving(
 
 def plan_engines(
     config: Config,
+    settings: tuple[str, ...],
     gate: tuple[str, ...],
     resumed: StartWeights | None = None,
     share: Share | None = None,
 ) -> list[ChildPlan]:
-    """Return the embedded engines.
+    """Return the engines that launch starts: embedded ones, or SGLang servers.
 
     - A restarted engine loads the newest published weights, whether or not the trainer runs; the
       publisher updates it from there.
@@ -196,32 +205,71 @@ def plan_engines(
       recovers.
     - On a shared fleet all start asleep, until a coordinator wakes them.
     """
-    engine, untrained = config.engine, weights_options(config.model.path, 0)
+    untrained = weights_options(config.model.path, 0)
     first = weights_options(str(resumed.weights), resumed.policy_version) if resumed else untrained
-    argv = [*ROLLMESH, "engine", *first]
+    # The weights of the resumed run may be gone by then.
+    again = (*untrained, "--newest-of", str(weights_of(config)))
+    plan = plan_sglang if config.engine.launch == "sglang" else plan_embedded
+    options = (*first, *(ASLEEP if share else ()))
+    return [plan(config, settings, role, gate, options, again) for role in engine_roles(config)]
+
+
+def plan_embedded(
+    config: Config,
+    settings: tuple[str, ...],
+    role: str,
+    gate: tuple[str, ...],
+    options: tuple[str, ...],
+    again: tuple[str, ...],
+) -> ChildPlan:
+    """Return one embedded engine."""
+    del settings
+    engine = config.engine
+    argv = [*ROLLMESH, "engine", *options]
     argv += ["--incremental-streaming-output", "--skip-tokenizer-init"]
-    argv += ASLEEP if share else ()
     argv += ["--max-running-requests", str(engine.max_running)]
     argv += ["--max-total-tokens", str(engine.kv_tokens)]
     argv += ["--num-threads", str(engine.num_threads)]
     argv += ["--random-seed", str(config.run.seed), "--run-folder", str(config.run_folder())]
-    return [
-        ChildPlan(
-            role=role,
-            argv=(*argv, "--role", role),
-            # The weights of the resumed run may be gone by then.
-            again=(*untrained, "--newest-of", str(weights_of(config))),
-            on_death=OnDeath.RESTART,
-            gate=gate,
-            bind="127.0.0.1:0",
-        )
-        for role in engine_roles(config)
-    ]
+    return ChildPlan(
+        role=role,
+        argv=(*argv, "--role", role),
+        again=again,
+        on_death=OnDeath.RESTART,
+        gate=gate,
+        bind="127.0.0.1:0",
+    )
+
+
+def plan_sglang(
+    config: Config,
+    settings: tuple[str, ...],
+    role: str,
+    gate: tuple[str, ...],
+    options: tuple[str, ...],
+    again: tuple[str, ...],
+) -> ChildPlan:
+    """Return the process that starts and watches one SGLang server.
+
+    Its port is reserved, because SGLang cannot inherit a socket: peers know the address before the
+    server is up, and a restarted one has the same.
+    """
+    return ChildPlan(
+        role=role,
+        argv=(*ROLLMESH, "engine", "sglang", *settings, *options, "--role", role),
+        again=again,
+        on_death=OnDeath.RESTART,
+        gate=gate,
+        bind="127.0.0.1:0",
+        listens=False,
+        num_gpus=config.engine.gpus_each,
+        ready_timeout_s=config.engine.load_timeout_s + READY_MARGIN_S,
+    )
 
 
 def engine_roles(config: Config) -> list[str]:
     """Return the roles of the engines that launch starts."""
-    return [f"engine-{number}" for number in range(config.engine.num_embedded)]
+    return [f"engine-{number}" for number in range(config.engine.num_launched)]
 
 
 def engine_options(config: Config) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from rollmesh.core.config import LaunchConfig
 from rollmesh.core.errors import AddressError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.orphans import new_mark, start_orphan_reaper, sweep_memory
-from rollmesh.core.process import FAILED, Ready, http_address, listen
+from rollmesh.core.process import FAILED, Ready, http_address, listen, reserve
 from rollmesh.launch.child import become_subreaper, kill_descendants, reap_orphans
 from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.hosts.base import ChildCallbacks, ChildOrder, Host, RunningChild
@@ -210,8 +210,8 @@ class Supervisor:
     def _start(self, role: str) -> RunningChild:
         plan = self._plans[role]
         again = plan.again if role in self.ready else ()
-        variables = key_variables(plan, self._keys)
-        key_files = [each for each in variables.values() if each]
+        keys = key_variables(plan, self._keys)
+        key_files = [each for each in keys.values() if each]
         self._num_started += 1
         order = ChildOrder(
             role=role,
@@ -219,9 +219,10 @@ class Supervisor:
             mark=f"{self._mark}/{role}.{self._num_started}",
             folder=os.getcwd() if role in self._mesh.hosts else "",
             bind=plan.bind,
+            listens=plan.listens,
             num_gpus=plan.num_gpus,
             num_cpus=plan.num_cpus,
-            variables=variables,
+            variables={**plan.variables, **keys},
             files=(*self._mesh.files, *key_files),
             reports=plan.reports,
             has_gate=bool(plan.gate),
@@ -278,7 +279,8 @@ def open_mesh(
         if not plan.bind or plan.role in hosts:
             continue
         try:
-            mesh.sockets[plan.role] = listen(plan.bind)
+            make = listen if plan.listens else reserve
+            mesh.sockets[plan.role] = make(plan.bind)
         except AddressError as error:
             for each in mesh.sockets.values():
                 each.close()

@@ -27,6 +27,8 @@ class ChildOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Its working folder; '' for that of its parent."""
     bind: str = ""
     """host:port of its listening socket, which outlives it; '' for none."""
+    listens: bool = True
+    """Whether the host listens on that socket; otherwise it only reserves the port."""
     num_gpus: int = 0
     num_cpus: float = 1
     variables: dict[str, str] = {}

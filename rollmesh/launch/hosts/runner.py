@@ -34,7 +34,7 @@ from rollmesh.core.orphans import (
     start_orphan_reaper,
     sweep_memory,
 )
-from rollmesh.core.process import FAILED, Ready, listen
+from rollmesh.core.process import FAILED, Ready, listen, reserve
 from rollmesh.launch.child import ChildProcess, become_subreaper, kill_descendants
 from rollmesh.launch.hosts.base import ChildCallbacks, ChildOrder, RunningChild
 from rollmesh.launch.machine import ChildExited
@@ -192,7 +192,8 @@ class ChildRunner:
     def _listening(self, order: ChildOrder) -> socket.socket | None:
         """Return the child's socket, which a restarted child gets again."""
         if order.bind and order.role not in self._sockets:
-            self._sockets[order.role] = listen(order.bind.replace("{host}", self._address))
+            bind = order.bind.replace("{host}", self._address)
+            self._sockets[order.role] = listen(bind) if order.listens else reserve(bind)
         return self._sockets.get(order.role)
 
     def _local(self, start: StartOrder) -> ChildOrder:

@@ -15,7 +15,8 @@ import pytest
 from rollmesh.cli.files import BASIC_KEYS, commented_toml, docstrings, init
 from rollmesh.cli.main import main
 from rollmesh.cli.main import main as rollmesh
-from rollmesh.core.config import Config, Section, load_config
+from rollmesh.core.config import Config, load_config
+from rollmesh.core.config_section import Section
 from rollmesh.core.errors import UserError
 from rollmesh.core.model_folders import why_no_model
 from rollmesh.core.process import USAGE
