@@ -13,6 +13,8 @@
 #   make test-sglang            the engines' contract, ours and a real SGLang, in both stream forms
 #   make test-ray               the backends' contract, and the scheduler in a Ray cluster of several nodes;
 #                               installs the extra `ray` (290 MB)
+#   make test-hosts             a mesh over hosts of its own (network namespaces), with faults of the network;
+#                               as root, 4 minutes on two cores
 #   make test-clients           real agents and SDKs through the gateway; writes docs/reference/clients.md
 #   make clients                only their environments, in .venv-clients (2.5 GB; npm for four)
 #   make clean                  remove the .venv and the caches; runs/ stays
@@ -29,7 +31,7 @@ ARGS   ?=
 BENCH  ?= $(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))
 SOURCE := rollmesh tests $(wildcard benchmarks examples)
 
-.PHONY: help demo test test-all chaos clients test-clients test-sglang test-ray check format lint types arrows house docs bench \
+.PHONY: help demo test test-all chaos clients test-clients test-sglang test-ray test-hosts check format lint types arrows house docs bench \
         bench-peers setup sglang clean
 .DEFAULT_GOAL := help
 
@@ -57,6 +59,9 @@ test-sglang: $(STAMP) sglang
 
 test-ray: $(VENV)/.ray
 	@$(BIN)/python -m pytest tests/contract/test_tensor_backends.py tests/contract/test_ray_fleet.py $(ARGS)
+
+test-hosts: $(STAMP)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/hosts $(ARGS)
 
 chaos: $(STAMP)
 	@nice -n 15 $(BIN)/python -m pytest -m chaos -s tests/flow/test_chaos.py tests/flow/test_recovery.py tests/flow/test_publications.py tests/contract/test_pauses.py tests/security/test_kills_under_isolation.py tests/security/test_fuzz.py

@@ -1,0 +1,31 @@
+"""A mesh whose processes run on different hosts, with keys."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rollmesh.testing.network import HostNetwork
+from tests.flow.trained_mesh import model as model  # the fixture
+from tests.hosts.host_mesh import HostMesh, check_whole
+
+HOSTS = {
+    "router": "head",
+    "trainer": "head",
+    "engine-0": "engine",
+    "worker-0": "one",
+    "worker-1": "two",
+}
+TRAINS_WITHIN_S = 100.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_mesh_over_four_hosts_trains(tmp_path: Path, model: Path) -> None:
+    with HostNetwork(dict.fromkeys(HOSTS.values())) as network:
+        mesh = HostMesh(tmp_path, model, network, HOSTS, trainer={"num_steps": 3})
+        with closing(mesh):
+            mesh.start(*HOSTS)
+            code = mesh.wait("trainer", TRAINS_WITHIN_S)
+            assert code == 0, mesh.output("trainer")
+        check_whole(mesh.run, 3)
