@@ -116,6 +116,13 @@ def router(argv: list[str]) -> int:
         default=UNVERSIONED,
         help="engines with older weights wait for the publisher",
     )
+    arguments.add_argument(
+        "--engine-changes",
+        type=Path,
+        metavar="FILE",
+        help="keep in this file what `rollmesh engine add` and `remove` change, so that a "
+        "restarted router has the same engines (`rollmesh up`: engines.json of the run's folder)",
+    )
     options = arguments.parse_args(argv)
     for url in options.engines:
         if why := why_no_engine_url(url):
@@ -124,7 +131,11 @@ def router(argv: list[str]) -> int:
         options.overrides.append(f"router.bind={options.bind}")
     allow_descriptors(PEERS, "a router")
     engines = Engines(
-        tuple(options.engines), options.fixed_weights, options.least_version, options.asleep
+        tuple(options.engines),
+        options.fixed_weights,
+        options.least_version,
+        options.asleep,
+        options.engine_changes,
     )
     protect_memory()
     run(config_of(options), engines, options.listen_fd, options.ready_fd)

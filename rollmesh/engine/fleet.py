@@ -8,8 +8,10 @@
     FENCED --cool-down--> JOINING
     READY --Fence, beside another READY one--> FENCED, until an update succeeds
     READY --restart or unknown weights--> JOINING;  any --Remove--> GONE --a while--> forgotten
+    READY, JOINING --Drop, draining--> DRAINING --its requests have ended, it is dead--> GONE
 
-- A pure state machine. Engines join by the configuration, or by a message from an allowed host.
+- A pure state machine. Engines join by the configuration, by an operator's Add, or by a message
+  from an allowed host. What an operator dropped stays out until it is added.
 - Only leased requests change weights or sleep. A lapsed update lease ends in an engine that is
   continued and probed, or fenced, so that a publisher killed during an update blocks nothing.
 - Only a Wake ends a sleep: after a lapsed lease the owner of the GPUs is unknown.
@@ -20,12 +22,16 @@
 
 import msgspec
 
-from rollmesh.core.addresses import is_allowed_url, why_no_engine_url
+from rollmesh.core.addresses import why_no_engine_url
 from rollmesh.core.types import UNVERSIONED
 from rollmesh.engine.members import ActivePublisher, FleetMember, Trust
+from rollmesh.engine.roster import FleetChanges, Roster
 from rollmesh.wire.fleet import (
+    AddEngine,
     BeginUpdate,
+    DropEngine,
     EngineFaulted,
+    EngineOrigin,
     EnginePhase,
     FenceEngine,
     FinishUpdate,
@@ -43,6 +49,7 @@ from rollmesh.wire.machine import Received, Send, Ticked
 
 ASLEEP = "its GPUs are not its own now"
 LAPSED = "asleep until it is woken: the process that put it to sleep is gone"
+DRAINS = "gets no new requests, and is removed when its running ones have ended"
 
 
 def put_to_sleep(engine: FleetMember, route: bytes, ask: SleepEngine, now_s: float) -> str:
@@ -87,6 +94,11 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     once."""
     gone_s: float = 10.0
     """Time for which a removed engine is shown as GONE."""
+    drain_settle_s: float = 1.0
+    """Delay before the first probe of a draining engine, so that requests sent before their
+    workers knew of the drain have arrived."""
+    num_idle_probes: int = 2
+    """Consecutive probes without requests after which a draining engine is removed."""
     publisher_grace_s: float = 10.0
     """A publisher without a request for this long is gone; each reads the table every second."""
     believes_engines: bool = False
@@ -140,7 +152,6 @@ class PublishTable(msgspec.Struct, frozen=True):
 
 CONFIGURATION = b""
 """Route of a request by the process itself, for an engine of its configuration."""
-_NOT_OURS = "not an engine of this mesh; name it in engine.urls, or its host in engine.allow_hosts"
 _EXPECTED = "it waits for a publisher (`rollmesh router --fixed-weights` expects none)"
 
 Event = Received | EngineProbed | Ticked
@@ -150,16 +161,26 @@ Action = Send | ProbeEngine | ContinueEngine | PublishTable
 class Fleet:
     """The state machine of all engines; `table()` is its read-only view."""
 
-    def __init__(self, settings: FleetSettings | None = None) -> None:
-        self._settings = settings or FleetSettings()
+    def __init__(
+        self, settings: FleetSettings | None = None, changes: FleetChanges | None = None
+    ) -> None:
+        """`changes` are those that the operator made at an earlier router of this mesh."""
+        self._settings, changes = settings or FleetSettings(), changes or FleetChanges()
         self._engines: dict[str, FleetMember] = {}
-        self._configured: set[str] = set()
+        self._roster = Roster(self._settings.allow_hosts, changes)
         grace_s = self._settings.publisher_grace_s
         self._publisher = ActivePublisher(grace_s, self._settings.least_version)
         self._has_publisher = not self._settings.believes_engines
         self._epoch = 0
         self._serial = 0
         self._pushed_s = float("-inf")
+        for added in changes.added:
+            self._join(added.url, is_verified=added.is_verified)
+
+    @property
+    def changes(self) -> FleetChanges:
+        """The operator's changes so far; a change replaces them."""
+        return self._roster.changes
 
     def table(self) -> FleetChanged:
         """Return all rows under the current epoch, in the order in which the engines joined."""
@@ -167,6 +188,10 @@ class Fleet:
         return FleetChanged(
             self._epoch, rows, self._publisher.verified_version, self._has_publisher
         )
+
+    def origins(self) -> tuple[EngineOrigin, ...]:
+        """Return how each engine became one of the fleet, in the order of the table."""
+        return tuple(map(self._roster.origin, self._engines))
 
     def policy_version(self) -> int:
         """Return the newest version that any engine serves, UNVERSIONED if none is known."""
@@ -200,6 +225,9 @@ class Fleet:
                     self._rejoin(engine, "its publisher left", now_s)
             case Received(route=route, message=message) if isinstance(message, FleetAsk):
                 answers = [Send(route, self._on_request(route, message, now_s))]
+            case Received(route=route, message=AddEngine() | DropEngine() as change):
+                error = self._on_change(change, now_s)
+                answers = [Send(route, FleetAnswered(change.ask_id, not error, error, 0, ()))]
         actions = self._tend(now_s)
         self._has_publisher = self._knows_publisher(now_s)
         return [*self._push(before, now_s), *map(self._complete, answers), *actions]
@@ -232,6 +260,75 @@ class Fleet:
             return []
         self._pushed_s = now_s
         return [PublishTable()]
+
+    # the operator's requests
+
+    def _on_change(self, ask: AddEngine | DropEngine, now_s: float) -> str:
+        """Add or remove an engine; return why that is refused, else ''. Repetition is harmless."""
+        if isinstance(ask, DropEngine):
+            return self._on_drop(ask, now_s)
+        if why := why_no_engine_url(ask.url):
+            return f"{ask.url[:200]!a}: {why}"
+        self._roster.add(ask.url, is_verified=ask.is_fresh)
+        engine = self._engines.get(ask.url)
+        if engine is None or engine.row.phase is EnginePhase.GONE:
+            self._join(ask.url, is_verified=ask.is_fresh)
+        elif engine.is_leaving:
+            engine.is_leaving = False
+            if engine.row.phase is EnginePhase.DRAINING:
+                self._rejoin(engine, "added again", now_s)
+        return ""
+
+    def _on_drop(self, ask: DropEngine, now_s: float) -> str:
+        engine = self._engines.get(ask.url)
+        if engine is None:
+            return f"{ask.url} is not in the fleet; `rollmesh engine list` shows its engines"
+        if engine.row.phase is EnginePhase.GONE or (engine.is_leaving and ask.drains):
+            return ""
+        others = (each for each in self._engines.values() if each is not engine)
+        is_last = all(e.is_leaving or e.row.phase is EnginePhase.GONE for e in others)
+        if is_last and not engine.is_leaving and not ask.force:
+            return (
+                f"{ask.url} is the last engine: without it all rollouts wait; `--force` removes it"
+            )
+        if ask.drains:
+            engine.is_leaving = True
+            self._roster.drain(ask.url)
+        else:
+            self._remove(engine, "removed by the operator", now_s)
+        return ""
+
+    def _join(self, url: str, *, is_verified: bool = True) -> None:
+        """Add an engine, whose weights count only after an update unless they are verified."""
+        engine = self._engines[url] = FleetMember(url)
+        engine.trusted = Trust.FRESH if is_verified else Trust.BROKEN
+        engine.is_leaving = url in self.changes.draining
+
+    def _remove(self, engine: FleetMember, detail: str, now_s: float) -> None:
+        self._roster.remove(engine.row.url)
+        engine.is_leaving = False
+        engine.probe_serial = None
+        engine.holder = b""
+        engine.set(EnginePhase.GONE, detail)
+        engine.until_s = now_s + self._settings.gone_s
+
+    def _let_leave(self, engine: FleetMember, now_s: float) -> None:
+        """Drain an engine that is to leave, or remove it if nothing runs there."""
+        phase = engine.row.phase
+        if phase in (EnginePhase.ASLEEP, EnginePhase.FENCED):
+            self._remove(engine, f"removed while {phase.value}", now_s)
+        elif phase in (EnginePhase.READY, EnginePhase.JOINING):
+            engine.num_idle = engine.num_failed_probes = 0
+            engine.probe_serial = None
+            engine.next_probe_s = now_s + self._settings.drain_settle_s
+            engine.set(EnginePhase.DRAINING, DRAINS)
+
+    def _on_drain_probe(self, engine: FleetMember, now_s: float) -> None:
+        row = engine.row
+        engine.num_idle = 0 if row.num_running or row.num_waiting else engine.num_idle + 1
+        engine.next_probe_s = now_s + self._settings.join_probe_s
+        if engine.num_idle >= self._settings.num_idle_probes:
+            self._remove(engine, "removed, drained", now_s)
 
     # requests
 
@@ -278,21 +375,20 @@ class Fleet:
     def _on_join(self, route: bytes, url: str) -> str:
         """Add an engine that is unknown or was removed; return why it may not join, else ''."""
         if route == CONFIGURATION:
-            self._configured.add(url)
+            self._roster.configure(url)
         engine = self._engines.get(url)
         if engine is not None and engine.row.phase is not EnginePhase.GONE:
             return ""
-        if url not in self._configured:
-            if why := why_no_engine_url(url):
-                return f"{url[:200]!a}: {why}"
-            if not is_allowed_url(url, self._settings.allow_hosts):
-                return f"{url}: {_NOT_OURS}"
-        self._engines[url] = FleetMember(url)
+        if why := self._roster.why_not(url):
+            return why
+        self._join(url)
         return ""
 
     def _on_begin(self, engine: FleetMember, route: bytes, ask: BeginUpdate, now_s: float) -> str:
         if engine.row.phase is EnginePhase.ASLEEP:
             return f"{ask.url} is asleep; wake it first"
+        if engine.is_leaving and engine.holder != route:
+            return f"{ask.url} is being removed"
         if engine.is_held_by_other(route, ask):
             return f"{ask.url} is being updated by another publisher"
         engine.set(EnginePhase.UPDATING, f"takes policy version {ask.policy_version}")
@@ -310,6 +406,7 @@ class Fleet:
         engine.faults_s.clear()
         if ask.ok:
             engine.trusted = ask.policy_version
+            self._roster.verify(ask.url)
             self._publisher.verified(route, ask.policy_version, now_s)
             engine.set(EnginePhase.READY, "", ask.policy_version, ask.adapter)
             engine.next_probe_s = now_s
@@ -371,6 +468,10 @@ class Fleet:
             return
         engine.num_failed_probes = 0
         engine.is_suspect = False
+        is_draining = engine.row.phase is EnginePhase.DRAINING
+        if is_draining and engine.row.incarnation not in ("", probed.incarnation):
+            self._remove(engine, "removed: it was restarted while it drained", now_s)
+            return
         if probed.incarnation != engine.row.incarnation:
             self._on_incarnation(engine)
         engine.row = msgspec.structs.replace(
@@ -380,6 +481,9 @@ class Fleet:
             num_waiting=probed.num_waiting,
             max_running=probed.max_running,
         )
+        if is_draining:
+            self._on_drain_probe(engine, now_s)
+            return
         if engine.trusted is Trust.FRESH or self._settings.believes_engines:
             engine.trusted = probed.policy_version
             engine.row = msgspec.structs.replace(engine.row, adapter=probed.adapter)
@@ -423,12 +527,16 @@ class Fleet:
         too_many = engine.num_failed_probes >= self._settings.max_failed_probes
         if phase is EnginePhase.READY and too_many:
             self._fence(engine, f"does not answer: {detail}", now_s)
+        elif phase is EnginePhase.DRAINING and too_many:
+            self._remove(engine, f"removed: it does not answer: {detail}", now_s)
 
     # time
 
     def _tend(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
         for url, engine in list(self._engines.items()):
+            if engine.is_leaving:
+                self._let_leave(engine, now_s)
             phase = engine.row.phase
             if phase is EnginePhase.GONE:
                 if now_s >= engine.until_s:

@@ -56,6 +56,10 @@ class FleetMember:
         self.faults_s: list[float] = []
         self.is_suspect = False
         """Whether it may have been left paused: the next probe resumes it first."""
+        self.is_leaving = False
+        """Whether it is to be removed when its requests have ended."""
+        self.num_idle = 0
+        """Consecutive probes without requests, while it drains."""
 
     def is_updated_by(self, route: bytes) -> bool:
         """Whether it is under that publisher's lease."""

@@ -125,6 +125,8 @@ LEAST_VERSION = ("--least-version", "1")
 """For a resumed run: weights that were never published sample nothing for it."""
 READY_MARGIN_S = 60.0
 """Seconds for a process that watches a load to report that this has taken too long."""
+ENGINE_CHANGES = "engines.json"
+"""File of a run's folder that keeps the engines which the operator added and removed."""
 ASLEEP = ("--asleep",)
 """For a run on a shared fleet, whose engines serve once its coordinator has woken them."""
 
@@ -286,11 +288,13 @@ def weights_options(folder: str, policy_version: int) -> tuple[str, ...]:
 def plan_router(config: Config, settings: tuple[str, ...]) -> ChildPlan:
     """Return the router, which gets the engines' addresses before they are up.
 
-    A restarted router listens on the same address; its peers reconnect and report their state.
+    A restarted router listens on the same address; its peers reconnect and report their state. It
+    has the engines that the operator added, also after the run was resumed.
     """
+    changes = ("--engine-changes", str(config.run_folder() / ENGINE_CHANGES))
     return ChildPlan(
         role="router",
-        argv=(*ROLLMESH, "router", *settings, *engine_options(config)),
+        argv=(*ROLLMESH, "router", *settings, *changes, *engine_options(config)),
         key="hub",
         again=("--bind", "{router}"),
         on_death=OnDeath.RESTART,

@@ -5,6 +5,7 @@ publisher, launch, coordinator -> router   JoinEngine BeginUpdate FinishUpdate S
                                          WakeEngine FenceEngine RemoveEngine ReadFleet:
                                          FleetAnswered
 publisher -> router   PublisherLeft
+operator, launch -> router   AddEngine DropEngine: FleetAnswered, ListEngines: EnginesListed
 """
 
 import enum
@@ -16,7 +17,7 @@ from rollmesh.wire.header import Message
 
 class EnginePhase(enum.StrEnum):
     """JOINING -> READY <-> UPDATING; READY, JOINING, FENCED -> ASLEEP -> JOINING; any -> FENCED ->
-    JOINING; any -> GONE"""
+    JOINING; READY, JOINING -> DRAINING -> GONE; any -> GONE"""
 
     JOINING = "joining"
     READY = "ready"
@@ -24,6 +25,8 @@ class EnginePhase(enum.StrEnum):
     ASLEEP = "asleep"
     FENCED = "fenced"
     GONE = "gone"
+    DRAINING = "draining"
+    """The engine gets no new requests, and is removed when its running ones have ended."""
 
 
 class EngineRow(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +127,56 @@ class RemoveEngine(Message, frozen=True, tag="remove_engine"):
     url: str
 
 
+class AddEngine(Message, frozen=True, tag="add_engine"):
+    """The operator adds this engine: it may join whatever its host is, until it is dropped."""
+
+    ask_id: int
+    url: str
+    is_fresh: bool = False
+    """Whether it was started with weights of this mesh, so that the version that it reports counts.
+    Otherwise the publisher updates it before it serves."""
+
+
+class DropEngine(Message, frozen=True, tag="drop_engine"):
+    """The operator removes this engine: it does not join again until it is added."""
+
+    ask_id: int
+    url: str
+    drains: bool = False
+    """Whether its running requests may end there; otherwise they are resumed elsewhere."""
+    force: bool = False
+    """Whether the last engine may be removed."""
+
+
+class ListEngines(Message, frozen=True, tag="list_engines"):
+    ask_id: int
+
+
+class EngineOrigin(enum.StrEnum):
+    """How an engine became one of the mesh."""
+
+    CONFIGURED = "configured"
+    ADDED = "added"
+    """By the operator."""
+    JOINED = "joined"
+    """By a message from a host in engine.allow_hosts."""
+
+
+class EnginesListed(Message, frozen=True, tag="engines_listed"):
+    ask_id: int
+    engines: tuple[EngineRow, ...]
+    origins: tuple[EngineOrigin, ...]
+    """By the position of the engine."""
+    is_kept: bool = False
+    """Whether a restarted router knows of the operator's changes."""
+    has_publisher: bool = False
+    """Whether a publisher is expected to update engines."""
+    model: str = ""
+    """The mesh's model folder or model id, '' if the router was not given one."""
+    max_context_tokens: int = 0
+    """Context length of the mesh's calls; 0 if the router does not know it."""
+
+
 class ReadFleet(Message, frozen=True, tag="read_fleet"):
     ask_id: int
     policy_version: int = -1
@@ -152,3 +205,5 @@ FleetAsk = (
     | RemoveEngine
     | ReadFleet
 )
+
+OperatorAsk = AddEngine | DropEngine | ListEngines

@@ -20,7 +20,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.logs import Occasional, get_logger
-from rollmesh.wire.fleet import EngineFaulted, FleetAsk, PublisherLeft, ReadFleet
+from rollmesh.wire.fleet import EngineFaulted, FleetAsk, OperatorAsk, PublisherLeft, ReadFleet
 from rollmesh.wire.header import Message
 from rollmesh.wire.keys import HUB, MEMBERS, Keys, Member, Role, read_members
 from rollmesh.wire.messages import (
@@ -79,7 +79,9 @@ ROUTER: Table = {
     ),
     Role.CLIENT: _CLIENT,
     Role.PUBLISHER: _CLIENT | {*typing.get_args(FleetAsk), PublisherLeft},
-    Role.OPERATOR: frozenset({AskDrain, AskAddresses, WorkerExited, ReadFleet}),
+    Role.OPERATOR: frozenset(
+        {AskDrain, AskAddresses, WorkerExited, ReadFleet, *typing.get_args(OperatorAsk)}
+    ),
 }
 SINK: Table = {Role.WORKER: frozenset({GroupFinished})}
 _PIPELINE = frozenset(

@@ -24,7 +24,15 @@ import msgspec
 
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingPolicy, Task
-from rollmesh.wire.fleet import EngineFaulted, FleetAnswered, FleetAsk, FleetChanged, PublisherLeft
+from rollmesh.wire.fleet import (
+    EngineFaulted,
+    EnginesListed,
+    FleetAnswered,
+    FleetAsk,
+    FleetChanged,
+    OperatorAsk,
+    PublisherLeft,
+)
 from rollmesh.wire.header import Message, Seconds
 from rollmesh.wire.ranks import RankMessage
 from rollmesh.wire.scheduling import SchedulingMessage
@@ -347,6 +355,8 @@ AnyMessage = (
     | AttemptFailed
     | FleetAsk
     | FleetAnswered
+    | OperatorAsk
+    | EnginesListed
     | WorkerExited
     | AskDrain
     | DrainAnswered

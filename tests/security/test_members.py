@@ -16,7 +16,16 @@ import pytest
 
 from rollmesh.core.ids import GroupId
 from rollmesh.launch.folder import read_addresses
-from rollmesh.wire.fleet import BeginUpdate, FleetAnswered, JoinEngine, ReadFleet
+from rollmesh.wire.fleet import (
+    AddEngine,
+    BeginUpdate,
+    DropEngine,
+    EnginesListed,
+    FleetAnswered,
+    JoinEngine,
+    ListEngines,
+    ReadFleet,
+)
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.header import Message
 from rollmesh.wire.keys import Keys, Role, add_member, read_key_file, remove_member
@@ -39,7 +48,7 @@ SILENT_S = 1.5
 STRANGER = """
 import json, os, sys
 from rollmesh.core.ids import GroupId
-from rollmesh.wire.fleet import JoinEngine, ReadFleet
+from rollmesh.wire.fleet import *
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import keys_of_run
 from rollmesh.wire.keys import Role
@@ -57,6 +66,9 @@ received = set()
 for message in (
     ReadFleet(1),
     JoinEngine(2, "http://127.0.0.1:9"),
+    AddEngine(5, "http://127.0.0.1:9"),
+    DropEngine(6, "http://127.0.0.1:9"),
+    ListEngines(7),
     ClientLeft("c"),
     CancelGroup(GroupId("r", 0), "mine"),
     AskDrain(3, "worker-0", "mine"),
@@ -174,6 +186,7 @@ def test_the_operators_key_suffices_for_every_verb(run: Run) -> None:
     keys = run.keys("operator")
     assert run.answers(keys, AskAddresses(1), until=AddressesAnswered)
     assert run.answers(keys, ReadFleet(1), until=FleetAnswered)
+    assert run.answers(keys, ListEngines(1), until=EnginesListed)
 
 
 @pytest.mark.slow
@@ -182,6 +195,9 @@ def test_the_operators_key_suffices_for_every_verb(run: Run) -> None:
     [
         AskDrain(1, "worker-0", "mine"),
         JoinEngine(1, "http://127.0.0.1:9"),
+        AddEngine(1, "http://127.0.0.1:9"),
+        DropEngine(1, "http://127.0.0.1:9"),
+        ListEngines(1),
         BeginUpdate(1, "http://127.0.0.1:9", 7, 60.0),
         ReadFleet(1),
         CancelGroup(GroupId("r", 0), "mine"),

@@ -15,6 +15,7 @@ import os
 import select
 import socket
 import typing
+from pathlib import Path
 
 import msgspec
 
@@ -40,12 +41,23 @@ from rollmesh.engine.fleet import (
 from rollmesh.engine.fleet import Event as FleetEvent
 from rollmesh.engine.fleet_loop import ANSWER_MARGIN_S, PROBE_SHORTAGE_WAIT_S, probe_engine
 from rollmesh.engine.http import HttpClient
+from rollmesh.engine.roster import ChangesFile
 from rollmesh.runtime.heap_trimmer import HeapTrimmer
 from rollmesh.serve.router.group_scheduler import GroupScheduler
 from rollmesh.serve.router.status import RouterStatus, figures_of, status_of
 from rollmesh.serve.router.workers import WorkerHealth
 from rollmesh.serve.status_app import SnapshotCell, StatusApp
-from rollmesh.wire.fleet import EngineFaulted, FleetAsk, JoinEngine, PublisherLeft, SleepEngine
+from rollmesh.wire.fleet import (
+    AddEngine,
+    DropEngine,
+    EngineFaulted,
+    EnginesListed,
+    FleetAsk,
+    JoinEngine,
+    ListEngines,
+    PublisherLeft,
+    SleepEngine,
+)
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Role, read_keys
 from rollmesh.wire.machine import GroupNewsBatcher, Received, Send, Ticked
@@ -193,7 +205,9 @@ GC_THRESHOLDS = (10_000, 100, 50)
 """The scheduler's state has no cycles, and a collection of it stops the loop for 150 ms when a
 million rollouts wait.
 """
-_OF_THE_FLEET = frozenset({*typing.get_args(FleetAsk), EngineFaulted, PublisherLeft})
+_OF_THE_FLEET = frozenset(
+    {*typing.get_args(FleetAsk), AddEngine, DropEngine, EngineFaulted, PublisherLeft}
+)
 _OF_WORKERS = frozenset({WorkerHello, WorkerLeft, WorkerExited, EnvFailed})
 
 
@@ -208,17 +222,22 @@ class Engines(msgspec.Struct, frozen=True):
     """Older weights are not used: they are those of a run before it was resumed."""
     are_asleep: bool = False
     """Engines sleep until they are woken: a restarted router does not know who owns which GPUs."""
+    changes: Path | None = None
+    """File that keeps which engines the operator added and removed; None keeps nothing."""
 
 
 def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int | None) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends the process at once.
 
-    Raises AddressError if an address is taken, or can be reached by others without keys.
+    Raises AddressError if an address is taken, or can be reached by others without keys, and
+    ConfigError if `engines.changes` is not readable.
     """
     connect = backend_factory(config.engine.backend)
     setup("router", config.run_folder() if ready_fd is not None else None)
     Heap().settle()
     bell, clock = WakeSignal(), SystemClock()
+    changes_file = ChangesFile(engines.changes)
+    changes = changes_file.read()
     listening = listen(config.router.http_bind, listen_fd)
     board = SnapshotCell("router", clock, figures_of)
     keeper = HeapTrimmer(clock)
@@ -232,9 +251,11 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
             answer_s=config.engine.probe_timeout_s + ANSWER_MARGIN_S,
             least_version=engines.least_version,
             allow_hosts=config.engine.allow_hosts,
-        )
+        ),
+        changes,
     )
-    loop = RouterLoop(config, fleet, hub, side, board, clock, http_address(listening))
+    status_url = http_address(listening)
+    loop = RouterLoop(config, fleet, hub, side, board, clock, status_url, changes_file)
     stop = Stop(bell.ring)
     for url in engines.urls or config.engine.urls:
         loop.join_engine(url, is_asleep=engines.are_asleep)
@@ -279,8 +300,11 @@ class RouterLoop:
         board: SnapshotCell[RouterStatus],
         clock: Clock,
         status_url: str,
+        changes: ChangesFile,
     ) -> None:
         self.incarnation = new_id("i")
+        self._model = config.model
+        self._changes = changes
         self._status_url = status_url
         self._tick_s = config.router.beat_s / 2
         self._hub = hub
@@ -357,6 +381,9 @@ class RouterLoop:
             answer = AddressesAnswered(message.ask_id, self._hub.address, self._status_url)
             self._send([Send(route, answer)])
             return
+        if isinstance(message, ListEngines):
+            self._send([Send(route, self._list_engines(message.ask_id))])
+            return
         if isinstance(message, WorkerHello):
             self._log_new(message)
         self._send(self._group_scheduler.step(event, self._clock.now_s()))
@@ -385,8 +412,22 @@ class RouterLoop:
         elif known is None or known.hello.pid != hello.pid:
             log.info("worker.joined", worker_id=hello.worker_id, env=hello.env, pid=hello.pid)
 
+    def _list_engines(self, ask_id: int) -> EnginesListed:
+        table = self._fleet.table()
+        return EnginesListed(
+            ask_id,
+            table.engines,
+            self._fleet.origins(),
+            self._changes.is_kept,
+            table.has_publisher,
+            self._model.path,
+            self._model.max_context_tokens,
+        )
+
     def _step_fleet(self, event: FleetEvent) -> None:
-        for action in self._fleet.step(event, self._clock.now_s()):
+        actions = self._fleet.step(event, self._clock.now_s())
+        self._changes.keep(self._fleet.changes)  # before the operator gets an answer
+        for action in actions:
             self._carry_out(action)
 
     def _carry_out(self, action: FleetAction) -> None:

@@ -22,6 +22,8 @@ from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.wire.fleet import (
+    AddEngine,
+    DropEngine,
     EngineFaulted,
     EnginePhase,
     FenceEngine,
@@ -49,7 +51,7 @@ MAX_ATTEMPTS = (1000, 3)
 MAX_QUEUED = (5, 10_000, 10_000)
 """Queue length of every third seed, often full."""
 CLIENT_GRACE_S = 3.0
-OF_THE_FLEET = frozenset({*typing.get_args(FleetAsk), EngineFaulted})
+OF_THE_FLEET = frozenset({*typing.get_args(FleetAsk), AddEngine, DropEngine, EngineFaulted})
 FLEET = FleetSettings(probe_s=0.5, join_probe_s=0.1, answer_s=1.0, fence_s=0.3, push_s=0.5)
 
 

@@ -14,7 +14,8 @@
 - An engine that only seems to ignore updates is fenced if another may serve. Otherwise it is used:
   without any engine there would be no further steps that could clear or prove it.
 - A publication ends when every engine that is awake is at the target, has failed, or belongs to
-  another publisher with a newer version. Engines that return with other weights are updated too.
+  another publisher with a newer version. Engines that return with other weights are updated too,
+  and those that the operator adds; engines that are being removed are not.
 """
 
 import enum
@@ -33,6 +34,9 @@ from rollmesh.wire.fleet import (
     ReadFleet,
 )
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
+
+_OUT = frozenset({EnginePhase.ASLEEP, EnginePhase.DRAINING, EnginePhase.GONE})
+"""Phases of engines that are not updated."""
 
 
 class UpdatePhase(enum.StrEnum):
@@ -309,9 +313,7 @@ class Publisher:
         return []
 
     def _is_settled(self, row: EngineRow) -> bool:
-        if row.phase in (EnginePhase.ASLEEP, EnginePhase.GONE):
-            return True
-        return self._is_current(row) or row.url in self._failures
+        return row.phase in _OUT or self._is_current(row) or row.url in self._failures
 
     def _is_current(self, row: EngineRow) -> bool:
         assert self._target
@@ -386,7 +388,7 @@ class Publisher:
         self._waking.observe(table, self._verified)
         self._forget_restarted(table)
         for row in table:
-            is_out = row.phase in (EnginePhase.ASLEEP, EnginePhase.GONE)
+            is_out = row.phase in _OUT
             is_new = row.policy_version == self._target.policy_version
             is_out = is_out or (is_new and self._waking.is_waking(row))
             is_needed = not is_out and not self._is_current(row)
@@ -396,6 +398,9 @@ class Publisher:
             elif not is_needed and update and update.phase is UpdatePhase.WAITING:
                 del self._updates[row.url]
         known = {row.url for row in table}
+        leaving = (EnginePhase.DRAINING, EnginePhase.GONE)
+        for url in (row.url for row in table if row.phase in leaving):
+            self._failures.pop(url, None)
         self._verified = {url: at for url, at in self._verified.items() if url in known}
         for url, update in list(self._updates.items()):
             if url not in known and update.phase is UpdatePhase.WAITING:

@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import GroupId
-from rollmesh.wire.fleet import JoinEngine, ReadFleet
+from rollmesh.wire.fleet import AddEngine, DropEngine, JoinEngine, ListEngines, ReadFleet
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.header import Message
 from rollmesh.wire.keys import Keys, Role, add_member, new_keys, read_key_file, remove_member
@@ -86,6 +86,13 @@ def ask(client_id: str, run_id: str) -> AskGroup:
     [
         ("worker", AskDrain(1, "w", "")),
         ("worker", JoinEngine(1, "http://127.0.0.1:1")),
+        ("worker", AddEngine(1, "http://127.0.0.1:1")),
+        ("worker", DropEngine(1, "http://127.0.0.1:1")),
+        ("worker", ListEngines(1)),
+        ("client", AddEngine(1, "http://127.0.0.1:1")),
+        ("publisher", AddEngine(1, "http://127.0.0.1:1")),
+        ("publisher", DropEngine(1, "http://127.0.0.1:1")),
+        ("operator", JoinEngine(1, "http://127.0.0.1:1")),
         ("worker", ask("c", "r")),
         ("worker", WorkerExited("w", 1, "")),
         ("client", JoinEngine(1, "http://127.0.0.1:1")),
@@ -112,6 +119,9 @@ def test_a_message_that_the_role_may_not_send_is_dropped(
         ("publisher", JoinEngine(1, "http://127.0.0.1:1")),
         ("operator", AskDrain(1, "w", "")),
         ("operator", WorkerExited("w", 1, "")),
+        ("operator", AddEngine(1, "http://127.0.0.1:1", True)),
+        ("operator", DropEngine(1, "http://127.0.0.1:1", True, True)),
+        ("operator", ListEngines(1)),
     ],
 )
 def test_a_message_of_the_role_is_accepted(ring: KeyRing, name: str, message: Message) -> None:
