@@ -8,6 +8,8 @@
 import argparse
 import os
 import socket
+import threading
+from contextlib import closing
 from pathlib import Path
 
 from rollmesh.cli.options import (
@@ -31,11 +33,13 @@ from rollmesh.core.errors import AddressError, ConfigError, ModelError
 from rollmesh.core.ids import new_id
 from rollmesh.core.model_folders import why_no_folder
 from rollmesh.core.orphans import mark_self, start_orphan_reaper
-from rollmesh.core.process import OK, is_launched, wait_for_go
+from rollmesh.core.process import OK, Stop, is_launched, wait_for_go
 from rollmesh.core.run_state import RunState
 from rollmesh.core.secret_files import begin_without_secrets, protect_memory, read_root_files
 
 # ruff: noqa: PLC0415 - each room is imported by its own verb only
+
+BIND_AGAIN_S = 0.2
 
 
 def engine(argv: list[str]) -> int:
@@ -144,8 +148,14 @@ def router(argv: list[str]) -> int:
 
 def train(argv: list[str]) -> int:
     """Run the trainer; without launch, it also writes the run's folder and telemetry."""
-    from rollmesh.cli.runs import add_go_on, add_resume, resume_command, settings_of
-    from rollmesh.launch.folder import RunFolder
+    from rollmesh.cli.runs import (
+        add_go_on,
+        add_resume,
+        add_until_done,
+        resume_command,
+        settings_of,
+    )
+    from rollmesh.launch.folder import RunFolder, why_done
     from rollmesh.launch.telemetry import TelemetryThread
     from rollmesh.trainer.process import run
 
@@ -161,10 +171,13 @@ def train(argv: list[str]) -> int:
     add_share(arguments)
     add_resume(arguments)
     add_go_on(arguments)
+    add_until_done(arguments)
     options = arguments.parse_args(pass_gate(argv))
     share, config = share_of(options), settings_of(options)
     if options.ready_fd is not None:
         return run(config, options.router, options.ready_fd, share)
+    if options.until_done and why_done(config):
+        return wait_done(config)
     command = resume_command("train", argv)
     folder = RunFolder(config, resume=options.resume, resume_command=command)
     try:
@@ -174,7 +187,27 @@ def train(argv: list[str]) -> int:
         folder.end(RunState.FAILED, str(error) or type(error).__name__)
         raise
     folder.end(RunState.DONE if code == OK else RunState.STOPPED)
-    return code
+    return wait_done(config) if options.until_done and code == OK else code
+
+
+def wait_done(config: Config) -> int:
+    """Wait for SIGTERM or SIGINT after the run's last step, and answer health checks until then."""
+    from rollmesh.launch.folder import why_done
+    from rollmesh.wire.keys import Role, read_keys
+    from rollmesh.wire.sockets import Hub
+
+    stopping = threading.Event()
+    Stop(stopping.set)
+    print(f"{why_done(config)}; waiting for SIGTERM (--until-done)", flush=True)
+    bind, keys = config.trainer.bind, read_keys(role=Role.PUBLISHER)
+    while bind and not stopping.is_set():
+        try:
+            with closing(Hub(bind, keys)):
+                stopping.wait()
+        except AddressError:  # zmq releases the port of the run's own sink with a delay
+            stopping.wait(BIND_AGAIN_S)
+    stopping.wait()
+    return OK
 
 
 def with_newest(argv: list[str]) -> list[str]:

@@ -3,7 +3,8 @@
 - A verb returns only when every process that it started has ended; its exit code says how the run
   went.
 - `--resume` continues the run in the folder, with its settings below those of the command line;
-  `--go-on`, for service managers, resumes a run that was cut off and else starts one.
+  `--go-on`, for service managers, resumes a run that was cut off and else starts one;
+  `--until-done`, for Kubernetes, also resumes a stopped run and never starts a second one.
 - Settings on which the run's past depends cannot change on resume; other changes are printed.
 - The demo downloads nothing and needs no GPU.
 """
@@ -114,6 +115,7 @@ def up(argv: list[str]) -> int:
     )
     add_share(arguments)
     add_resume(arguments)
+    add_go_on(arguments)
     add_set(arguments)
     add_no_keys(arguments)
     add_view(arguments)
@@ -158,16 +160,26 @@ def add_go_on(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_until_done(parser: argparse.ArgumentParser) -> None:
+    """Add `--until-done`, for `settings_of`."""
+    parser.add_argument(
+        "--until-done",
+        action="store_true",
+        help="for Kubernetes, which restarts a trainer that ends: like --resume if there is a run "
+        "in the folder, else start one; after its last step wait for SIGTERM",
+    )
+
+
 def resume_command(verb: str, argv: list[str]) -> str:
     """Return the command that resumes the run which `rollmesh VERB ARGV` starts."""
-    words = [*argv, *([] if {"--resume", "--go-on"} & set(argv) else ["--resume"])]
+    words = [*argv, *([] if {"--resume", "--go-on", "--until-done"} & set(argv) else ["--resume"])]
     return shlex.join(["rollmesh", verb, *words])
 
 
 def settings_of(options: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Config:
     """Load settings like `config_of`; with `--resume` the run's own settings replace `defaults`."""
     config = config_of(options, defaults)
-    options.resume = options.resume or (getattr(options, "go_on", False) and was_cut_off(config))
+    options.resume = options.resume or _resumes_by_itself(options, config)
     if not options.resume:
         return config
     path = config_path(config)
@@ -184,6 +196,13 @@ def settings_of(options: argparse.Namespace, defaults: dict[str, Any] | None = N
     if changed := changes(was, config):
         print(f"resuming {path.parent} with changed settings: {', '.join(changed)}", flush=True)
     return config
+
+
+def _resumes_by_itself(options: argparse.Namespace, config: Config) -> bool:
+    """Return whether `--go-on` or `--until-done` continues the run in the folder."""
+    if getattr(options, "until_done", False):
+        return config_path(config).is_file()
+    return getattr(options, "go_on", False) and was_cut_off(config)
 
 
 def current_place(was: Config, config: Config) -> Any:

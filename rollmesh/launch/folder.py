@@ -175,16 +175,23 @@ def config_path(config: Config) -> Path:
 
 def check_unfinished(config: Config) -> None:
     """Raise ConfigError if the folder holds no run, or a run that is done."""
-    path, num_steps = config.run_folder(), config.trainer.num_steps
     if not config_path(config).is_file():
-        raise ConfigError(f"{path}: no run to resume; start one without --resume")
+        raise ConfigError(f"{config.run_folder()}: no run to resume; start one without --resume")
+    if done := why_done(config):
+        raise ConfigError(f"{done}; to start again, leave out --resume")
+
+
+def why_done(config: Config) -> str:
+    """Return that the run in the folder has done all its steps, in a line; '' if it has not."""
+    path, num_steps = config.run_folder(), config.trainer.num_steps
     record = read_record(path)
     num_done = read_summary(path / SUMMARY).get("num_steps") or 0
-    if record and record.state is RunState.DONE and num_done >= num_steps:
-        raise ConfigError(
-            f"{path}: this run is done, with {num_done} of {num_steps} steps; to continue, raise "
-            "trainer.num_steps; to start again, leave out --resume"
-        )
+    if record is None or record.state is not RunState.DONE or num_done < num_steps:
+        return ""
+    return (
+        f"{path}: this run is done, with {num_done} of {num_steps} steps; to continue, raise "
+        "trainer.num_steps"
+    )
 
 
 def was_cut_off(config: Config) -> bool:

@@ -150,7 +150,8 @@ class Containers:
             raise AssertionError(f"ended: {container.log()}")
 
     def _entry(self, service: Service) -> list[str]:
-        assert not service.entrypoint
+        if service.entrypoint:
+            return service.entrypoint
         return self._stages.last(service.target(), "ENTRYPOINT").argv()
 
     def _health_command(self, service: Service) -> list[str]:

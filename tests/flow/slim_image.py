@@ -17,6 +17,7 @@ from tests.house.source import ROOT
 
 SCRIPT = """#!{python}
 import sys
+sys.path.insert(0, {root!r})
 from rollmesh.cli.main import main
 sys.exit(main())
 """
@@ -32,7 +33,7 @@ def make_slim(folder: Path) -> Path:
             if not link.exists():
                 link.symlink_to(Path(str(each.locate_file(name))))
     (packages / "rollmesh").symlink_to(ROOT / "rollmesh")
-    return make_script(folder / "bin")
+    return make_script(folder / "bin", str(folder / "bin/python"), packages)
 
 
 def make_full(folder: Path) -> Path:
@@ -41,10 +42,10 @@ def make_full(folder: Path) -> Path:
     return make_script(folder, sys.executable)
 
 
-def make_script(folder: Path, python: str = "") -> Path:
-    """Write the script `rollmesh` into `folder`, as pip does."""
+def make_script(folder: Path, python: str, packages: Path = ROOT) -> Path:
+    """Write the script `rollmesh`, as pip does; it imports rollmesh from `packages`."""
     script = folder / "rollmesh"
-    script.write_text(SCRIPT.format(python=python or folder / "python"))
+    script.write_text(SCRIPT.format(python=python, root=str(packages)))
     script.chmod(0o755)
     return folder
 

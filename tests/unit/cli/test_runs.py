@@ -11,6 +11,7 @@ from rollmesh.cli.runs import (
     SETTINGS,
     add_go_on,
     add_resume,
+    add_until_done,
     setting,
     settings_of,
     with_model,
@@ -38,6 +39,7 @@ def settings(folder: Path, *words: str) -> Config:
     arguments.set_defaults(config=None)
     add_resume(arguments)
     add_go_on(arguments)
+    add_until_done(arguments)
     add_set(arguments)
     options = arguments.parse_args(["--set", f"run.folder={folder}", *words])
     return settings_of(options, DEFAULTS)
@@ -80,6 +82,12 @@ def test_go_on_resumes_an_unfinished_run_and_starts_one_otherwise(
     (begun / "mesh" / "summary.json").write_text('{"ended": "stopped"}')
     assert settings(begun, "--go-on").trainer.num_steps == 7
     assert settings(tmp_path / "nowhere", "--go-on").trainer.num_steps == 7
+
+
+def test_until_done_resumes_a_stopped_run_too(begun: Path, tmp_path: Path) -> None:
+    (begun / "mesh" / "summary.json").write_text('{"ended": "stopped"}')
+    assert settings(begun, "--until-done").trainer.num_steps == 30
+    assert settings(tmp_path / "nowhere", "--until-done").trainer.num_steps == 7
 
 
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
