@@ -31,8 +31,10 @@ from rollmesh.cli.options import (
 from rollmesh.core.config import Config, load_config
 from rollmesh.core.config_section import Section
 from rollmesh.core.errors import ConfigError
+from rollmesh.core.process import OK
 from rollmesh.launch.folder import config_path, was_cut_off
 from rollmesh.launch.run import RunOptions, launch
+from rollmesh.launch.sbatch import in_job, job_script, submit
 
 SETTINGS: dict[str, Any] = {
     "env": "guess",
@@ -111,8 +113,12 @@ def up(argv: list[str]) -> int:
         help="settings file (default: mesh.toml); `rollmesh init` writes one",
     )
     arguments.add_argument(
-        "--on", dest="cluster", choices=("ray",), help="run the processes on a cluster's nodes"
+        "--on",
+        dest="cluster",
+        choices=("ray", "slurm"),
+        help="run the processes on a cluster's nodes",
     )
+    add_slurm(arguments)
     add_share(arguments)
     add_resume(arguments)
     add_go_on(arguments)
@@ -120,6 +126,12 @@ def up(argv: list[str]) -> int:
     add_no_keys(arguments)
     add_view(arguments)
     options = arguments.parse_args(argv)
+    if options.num_nodes is not None and options.cluster != "slurm":
+        arguments.error("--nodes needs --on slurm")
+    if options.num_nodes is not None:
+        options.overrides.append(f"slurm.nodes={options.num_nodes}")
+    if options.cluster == "slurm" and (options.num_nodes or not in_job() or options.is_dry):
+        return submit_job(settings_of(options), argv, is_dry=options.is_dry)
     return launch(
         RunOptions(
             config=settings_of(options),
@@ -131,6 +143,43 @@ def up(argv: list[str]) -> int:
             cluster=options.cluster,
         )
     )
+
+
+def add_slurm(parser: argparse.ArgumentParser) -> None:
+    """Add `--nodes` and `--dry-run`, for jobs of Slurm."""
+    parser.add_argument(
+        "--nodes",
+        dest="num_nodes",
+        type=positive,
+        metavar="N",
+        help="with --on slurm: submit a job with so many nodes; inside a job, leave it out to run "
+        "on the job's nodes",
+    )
+    parser.add_argument(
+        "--dry-run",
+        dest="is_dry",
+        action="store_true",
+        help="with --on slurm: print the job's script, and submit nothing",
+    )
+
+
+def positive(word: str) -> int:
+    """Return a number of at least 1; ValueError otherwise."""
+    if (number := int(word)) < 1:
+        raise ValueError
+    return number
+
+
+def submit_job(config: Config, argv: list[str], *, is_dry: bool) -> int:
+    """Submit a run as a job of Slurm, or print its script; return the exit code."""
+    in_job = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_slurm(in_job)
+    _, words = in_job.parse_known_args(argv)
+    if is_dry:
+        print(job_script(config, words), end="")
+    else:
+        print("\n".join(submit(config, words)))
+    return OK
 
 
 FIXED = (

@@ -465,6 +465,60 @@ class RayConfig(Section, frozen=True):
     trainer.device is cpu or the cluster has no GPU)."""
 
 
+class SlurmConfig(Section, frozen=True):
+    """`rollmesh up --on slurm`: the job, and how its processes are spread over its nodes."""
+
+    nodes: NonNegative = 0
+    """Nodes of the job (default: 0; then --nodes is needed)."""
+    job_name: str = ""
+    """Name of the job in the queue (default: the run's name)."""
+    partition: str = ""
+    """Partition of the nodes (default: the cluster's)."""
+    account: str = ""
+    """Account that is charged (default: the user's)."""
+    time_limit: str = ""
+    """Time limit of the job as Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS (default: the
+    partition's)."""
+    gpus_per_node: NonNegative = 0
+    """GPUs of each node (default: 0)."""
+    cpus_per_node: NonNegative = 0
+    """CPUs of each node, which the job may then share with others (default: 0: whole nodes, with
+    all their memory)."""
+    options: tuple[str, ...] = ()
+    """More options of sbatch, such as ["--constraint=h100", "--mem=500G"]."""
+    setup: tuple[str, ...] = ()
+    """Shell lines that run on the first node before the mesh starts, such as ["module load cuda"].
+    The other nodes inherit the environment."""
+    python: str = ""
+    """The Python interpreter on the nodes (default: the one that runs `rollmesh up`)."""
+    stop_before_s: NonNegative = 300
+    """Seconds before the time limit at which the run stops and saves; more than
+    launch.stop_timeout_s. 0: the run is killed at the limit (default: 300)."""
+    requeue: bool = True
+    """Queue the job again after the time limit, a preemption or the loss of its first node; it then
+    resumes the run (default: true)."""
+    engines_on_first: NonNegative = 0
+    """Engines on the first node, beside router and trainer (default: 0)."""
+    engines_per_node: NonNegative = 0
+    """Engines on each other node (default: 0: the engines of [engine], spread evenly)."""
+    workers_per_node: NonNegative = 0
+    """Workers on each other node (default: 0: worker.num_workers, spread evenly)."""
+    runner_timeout_s: PositiveSeconds = 60.0
+    """Seconds in which srun must start rollmesh on a node; later, the node's processes are started
+    on another one (default: 60)."""
+    avoid_node_s: NonNegativeSeconds = 300.0
+    """Seconds for which a node that was lost gets no processes if there is another one
+    (default: 300)."""
+
+    def __post_init__(self) -> None:
+        for name in ("job_name", "partition", "account", "time_limit"):
+            if any(letter.isspace() for letter in getattr(self, name)):
+                raise ValueError(f"{name} = {getattr(self, name)!r} contains white space")
+        for option in self.options:
+            if not option.startswith("-") or "\n" in option:
+                raise ValueError(f"options: {option!r} is no option of sbatch; write --NAME=VALUE")
+
+
 class Config(Section, frozen=True):
     """All settings."""
 
@@ -489,6 +543,7 @@ class Config(Section, frozen=True):
     dashboard: DashboardConfig = DashboardConfig()
     launch: LaunchConfig = LaunchConfig()
     ray: RayConfig = RayConfig()
+    slurm: SlurmConfig = SlurmConfig()
 
     def __post_init__(self) -> None:
         most = self.trainer.max_staleness + 1

@@ -9,7 +9,7 @@
 import asyncio
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -28,6 +28,8 @@ from rollmesh.core.run_state import RunState
 from rollmesh.core.share import Share
 from rollmesh.launch.checks import check
 from rollmesh.launch.folder import RunFolder, config_path
+from rollmesh.launch.hosts.base import Host
+from rollmesh.launch.hosts.slurm import Allocation, find_allocation, place_in_job, sized
 from rollmesh.launch.keys import check_run_keys, make_engine_key, make_run_keys
 from rollmesh.launch.machine import MeshState, RunEnd
 from rollmesh.launch.notices import ErrorTail, RecoveryTail, RolloutFailures
@@ -59,7 +61,7 @@ PIPE_WIDTH = 200
 """Width without a terminal, so that lines are not cut."""
 
 
-ClusterKind = Literal["ray"]
+ClusterKind = Literal["ray", "slurm"]
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +97,7 @@ class LaunchedRun:
     def __init__(self, order: RunOptions) -> None:
         self._order = order
         self._config = order.config
+        self._allocation: Allocation
         self._clock = SystemClock()
         self._started_s = self._clock.now_s()
         width = None if sys.stdout.isatty() else PIPE_WIDTH
@@ -132,21 +135,33 @@ class LaunchedRun:
         return end.code
 
     def _join_cluster(self) -> str:
-        """Connect to the cluster; return the address of this node for the others."""
+        """Find the cluster; return the address of this node for the others."""
+        if self._order.cluster == "slurm":
+            self._allocation = find_allocation()
+            self._config = sized(self._config, len(self._allocation.nodes))
+            return self._allocation.address
         from rollmesh.launch.hosts.ray import connect_to_cluster  # noqa: PLC0415 - an extra
 
         return connect_to_cluster(self._config.ray.address)
 
     def _place(self, plans: list[ChildPlan], mark: str) -> MeshPlan:
         """Assign the processes to hosts, and open the listening sockets of this machine."""
-        if not self._order.cluster:
-            return open_mesh(plans, mark)
-        from rollmesh.launch.hosts.ray import RayHost, cluster_gpus  # noqa: PLC0415 - an extra
-
         config = self._config
-        plans = for_cluster(config, plans, cluster_gpus())
-        host = RayHost(config.run_folder() / "logs", mark)
-        hosts = {plan.role: host for plan in plans if not plan.stays_here}
+        hosts: Mapping[str, Host]
+        match self._order.cluster:
+            case None:
+                return open_mesh(plans, mark)
+            case "slurm":
+                plans, hosts = place_in_job(config, plans, self._allocation, mark)
+            case "ray":
+                from rollmesh.launch.hosts.ray import (  # noqa: PLC0415 - an extra
+                    RayHost,
+                    cluster_gpus,
+                )
+
+                plans = for_cluster(config, plans, cluster_gpus())
+                host = RayHost(config.run_folder() / "logs", mark)
+                hosts = {plan.role: host for plan in plans if not plan.stays_here}
         return open_mesh(plans, mark, hosts, (str(config_path(config)),))
 
     async def _follow(

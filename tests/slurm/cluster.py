@@ -141,6 +141,19 @@ class SlurmCluster:
         assert done.returncode == 0 or not check, f"{argv}: {done.stdout}{done.stderr}"
         return done
 
+    def wait_until(
+        self, is_true: Callable[[], bool], timeout_s: float, report: Callable[[], str] = str
+    ) -> None:
+        """Wait until a condition holds; fail with `report` if it does not in time.
+
+        Slurm reports no events, so that the condition is checked again and again.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not is_true():
+            assert time.monotonic() < deadline_s, f"{report()}\n{self._report()}"
+            has_ended = self._daemons["slurmctld"].wait_for(POLL_S)
+            assert not has_ended, self._report()
+
     def job(self, job_id: str) -> dict[str, str]:
         """Return the fields of `scontrol show job`."""
         line = self.run("scontrol", "--oneliner", "show", "job", job_id).stdout
@@ -148,7 +161,7 @@ class SlurmCluster:
 
     def wait_for_job(self, job_id: str, states: tuple[str, ...], timeout_s: float) -> str:
         """Wait until a job has one of these states; return it."""
-        wait_until(
+        self.wait_until(
             lambda: self.job(job_id)["JobState"] in states,
             timeout_s,
             lambda: f"job {job_id}: {self.job(job_id)}",
@@ -250,9 +263,7 @@ class SlurmCluster:
             )
 
     def _wait_until_idle(self) -> None:
-        wait_until(
-            lambda: all(self.state(node) == "IDLE" for node in self.nodes), START_S, self._report
-        )
+        self.wait_until(lambda: all(self.state(node) == "IDLE" for node in self.nodes), START_S)
 
     def _report(self) -> str:
         lines = [self.run("sinfo", check=False).stdout]
@@ -264,11 +275,3 @@ class SlurmCluster:
         """Stop the daemons, the nodes' first."""
         for daemon in reversed(self._daemons.values()):
             daemon.stop(STOP_S)
-
-
-def wait_until(is_true: Callable[[], bool], timeout_s: float, report: Callable[[], str]) -> None:
-    """Wait until a condition holds; fail with `report` if it does not in time."""
-    deadline_s = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline_s, report()
-        time.sleep(POLL_S)

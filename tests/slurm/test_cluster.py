@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.slurm.cluster import SlurmCluster, wait_until, why_not
+from tests.slurm.cluster import SlurmCluster, why_not
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_a_step_gets_the_gpus_of_its_node(cluster: SlurmCluster) -> None:
 @pytest.mark.slow
 def test_a_node_dies_and_returns(cluster: SlurmCluster) -> None:
     cluster.kill_node("n1")
-    wait_until(lambda: "DOWN" in cluster.state("n1"), 60, lambda: cluster.state("n1"))
+    cluster.wait_until(lambda: "DOWN" in cluster.state("n1"), 60)
     cluster.start_node("n1")
-    wait_until(lambda: cluster.state("n1") == "IDLE", 60, lambda: cluster.state("n1"))
+    cluster.wait_until(lambda: cluster.state("n1") == "IDLE", 60)
     assert cluster.run("srun", "--nodelist=n1", "hostname").stdout.strip() == "n1"

@@ -45,6 +45,10 @@ log = get_logger()
 
 CLOSE_S = 5.0
 """Time for a runner to end its children once its connection has ended."""
+START_TIMEOUT_S = 60.0
+"""Time for a command to start a runner."""
+KILL_S = 15.0
+"""Time for a runner to report the end of a child that was killed."""
 RUNNER = ("-m", "rollmesh.launch.hosts.runner")
 
 
@@ -77,7 +81,20 @@ class RunnerConnection:
         self._logs = logs
         self._log_token = log_token
         self._children: dict[str, RemoteChild] = {}
+        self._first = asyncio.Event()
+        """The runner has written its first line, or the connection has ended."""
         self._task = asyncio.create_task(self._receive(), name=f"runner {node}")
+        self._closing: asyncio.Task[None] | None = None
+
+    async def wait_started(self, timeout_s: float) -> None:
+        """Return when the runner runs; ConnectionError if it ends first or not in time."""
+        try:
+            await asyncio.wait_for(self._first.wait(), timeout_s)
+        except TimeoutError:
+            await self.close()
+            raise ConnectionError(f"no runner on {self.node} within {timeout_s:g} s") from None
+        if not self.is_open:
+            raise ConnectionError(self._why_ended())
 
     def start(self, child: "RemoteChild") -> None:
         """Start a child; OSError if one of its files cannot be read."""
@@ -98,15 +115,27 @@ class RunnerConnection:
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
+    def give_up(self) -> None:
+        """End the connection: its node does not answer."""
+        if self._closing is None:
+            self._end_all(f"{self.node} does not answer")
+            self._closing = asyncio.create_task(self.close(), name=f"close {self.node}")
+
     async def _receive(self) -> None:
         try:
             while line := await self._transport.receive():
                 self._handle(line)
         finally:
-            self.is_open = False
-            why = f"the runner on {self.node} ended: {self._transport.why_ended()}"
-            for child in [*self._children.values()]:
-                self._end(ChildExited(child.role, -signal.SIGKILL, why, child.pid, why))
+            self._end_all(self._why_ended())
+
+    def _why_ended(self) -> str:
+        return f"the runner on {self.node} ended: {self._transport.why_ended()}"
+
+    def _end_all(self, why: str) -> None:
+        self.is_open = False
+        self._first.set()
+        for child in [*self._children.values()]:
+            self._end(ChildExited(child.role, -signal.SIGKILL, why, child.pid, why))
 
     def _handle(self, line: bytes) -> None:
         try:
@@ -117,6 +146,7 @@ class RunnerConnection:
         match event:
             case RunnerStarted(host, pid):
                 log.info("runner.started", node=self.node, host=host, pid=pid)
+                self._first.set()
             case ProcessEnded(exited, output):
                 if output:
                     with open_output(self._logs / f"{exited.role}.out") as file:
@@ -149,6 +179,7 @@ class RemoteChild:
         self._connect = connect
         self._connection: RunnerConnection | None = None
         self._is_released = False
+        self._kill_timer: asyncio.TimerHandle | None = None
         self._exited: asyncio.Future[ChildExited] = asyncio.get_running_loop().create_future()
 
     async def ended(self) -> ChildExited:
@@ -189,6 +220,8 @@ class RemoteChild:
     def on_exit(self, exited: ChildExited) -> None:
         """Record its end."""
         self.pid = 0
+        if self._kill_timer:
+            self._kill_timer.cancel()
         if not self._exited.done():
             self._exited.set_result(exited)
 
@@ -203,8 +236,11 @@ class RemoteChild:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """See RunningChild."""
+        """See RunningChild; a node that does not report the end in time is given up."""
         self._signal(signal.SIGKILL)
+        if self._connection and not self._kill_timer:
+            loop = asyncio.get_running_loop()
+            self._kill_timer = loop.call_later(KILL_S, self._connection.give_up)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._connection:
@@ -246,29 +282,40 @@ class CommandHost:
     """A node on which a command starts a runner; all children there share it."""
 
     def __init__(
-        self, command: Sequence[str], node: str, address: str, logs: Path, mark: str
+        self,
+        command: Sequence[str],
+        node: str,
+        address: str,
+        logs: Path,
+        mark: str,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """`command` is put before `python -m ...`; `node` is the node's name, and `address` its
-        address for the other nodes; `mark` is that of the mesh.
+        address for the other nodes; `mark` is that of the mesh. The runner must start within
+        `start_timeout_s`.
         """
         self._argv = [*command, sys.executable, *RUNNER, "--address", address]
         self._node = node
         self._logs = logs
         self._mark = mark
+        self._start_timeout_s = start_timeout_s
         self._connection: RunnerConnection | None = None
         self._connecting = asyncio.Lock()
 
     def start(self, order: ChildOrder, hooks: ChildCallbacks) -> RemoteChild:
-        return RemoteChild(order, hooks, self._connect)
+        return RemoteChild(order, hooks, self.connect)
 
     async def close(self) -> None:
         if self._connection:
             await self._connection.close()
 
-    async def _connect(self, child: RemoteChild) -> RunnerConnection:
+    async def connect(self, child: RemoteChild) -> RunnerConnection:
+        """Return the connection to the node's runner; OSError if it cannot be started."""
+        del child
         async with self._connecting:
             if self._connection is None or not self._connection.is_open:
                 self._connection = await self._open()
+                await self._connection.wait_started(self._start_timeout_s)
             return self._connection
 
     async def _open(self) -> RunnerConnection:

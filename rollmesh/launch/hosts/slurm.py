@@ -1,0 +1,318 @@
+"""The nodes of a Slurm job as hosts: launch runs on the first, and reaches the others by srun.
+
+    first node: launch --srun--> runner on node 2   its workers and engines
+                       --srun--> runner on node 3   ...
+
+- Slurm places and ends processes. Results, weights and tokens go directly between our processes.
+- A child starts on its home node, and on another one for a while after that node was lost.
+- `python -m rollmesh.launch.hosts.slurm MARK FILE` prepares a node: it kills what an earlier
+  attempt of the job left there, and checks that the node sees FILE.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from rollmesh.core.config import Config, SlurmConfig
+from rollmesh.core.errors import AddressError, ConfigError
+from rollmesh.core.logs import get_logger
+from rollmesh.core.orphans import kill_marked, sweep_memory
+from rollmesh.core.process import OK, USAGE
+from rollmesh.launch.hosts.base import ChildCallbacks, ChildOrder
+from rollmesh.launch.hosts.remote import CommandHost, RemoteChild, RunnerConnection
+from rollmesh.launch.plan import ChildPlan, engine_roles
+
+log = get_logger()
+
+JOB_VARIABLE = "SLURM_JOB_ID"
+NODE_VARIABLE = "SLURMD_NODENAME"
+SCONTROL_TIMEOUT_S = 60.0
+SHARED_WITHIN_S = 20.0
+"""Time for a shared file system to show another node's new file."""
+LOOK_S = 0.5
+
+
+class Allocation(NamedTuple):
+    """The nodes of the job in which this process runs."""
+
+    job_id: str
+    nodes: dict[str, str]
+    """Addresses by name; the first is this node's."""
+
+    @property
+    def address(self) -> str:
+        """The address of this node for the others."""
+        return next(iter(self.nodes.values()))
+
+    @property
+    def others(self) -> list[str]:
+        """The names of the other nodes."""
+        return [*self.nodes][1:]
+
+
+def find_allocation(environ: Mapping[str, str] = os.environ) -> Allocation:
+    """Return the job's nodes; ConfigError if this process runs on none of them."""
+    job_id, here = environ.get(JOB_VARIABLE, ""), environ.get(NODE_VARIABLE, "")
+    names = scontrol("show", "hostnames", environ.get("SLURM_JOB_NODELIST", "")).split()
+    if here not in names:
+        raise ConfigError(
+            f"--on slurm: job {job_id} has the nodes {', '.join(names)}, and this is none of them; "
+            "run it there (srun --overlap --nodes=1 --ntasks=1 --pty ...), or submit a job by "
+            "--nodes N"
+        )
+    found = node_addresses(scontrol("--oneliner", "show", "node", ",".join(names)))
+    others = {name: resolved(name, found.get(name, name)) for name in names if name != here}
+    return Allocation(job_id, {here: own_address([*others.values()]), **others})
+
+
+def scontrol(*words: str) -> str:
+    """Return what scontrol writes; ConfigError if it fails."""
+    try:
+        done = subprocess.run(
+            ["scontrol", *words],
+            capture_output=True,
+            text=True,
+            timeout=SCONTROL_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        why = getattr(error, "stderr", "") or str(error)
+        raise ConfigError(f"--on slurm: scontrol {words[0]} failed: {why.strip()}") from None
+    return done.stdout
+
+
+def node_addresses(lines: str) -> dict[str, str]:
+    """Return NodeAddr by NodeName from `scontrol --oneliner show node`."""
+    found = {}
+    for line in lines.splitlines():
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if name := fields.get("NodeName"):
+            found[name] = fields.get("NodeAddr", name)
+    return found
+
+
+def resolved(node: str, address: str) -> str:
+    """Return the IP address of a node; AddressError if its name is unknown here."""
+    try:
+        return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise AddressError(f"node {node}: no address of {address}: {error.strerror}") from None
+
+
+def own_address(others: Sequence[str]) -> str:
+    """Return this node's address for the others; the loopback's if there are none.
+
+    The name of a machine often resolves to its loopback, so the route to another node decides.
+    """
+    if not others:
+        return "127.0.0.1"
+    family = socket.AF_INET6 if ":" in others[0] else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((others[0], 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def sized(config: Config, num_nodes: int) -> Config:
+    """Return the settings with the numbers of engines and workers of a job of so many nodes."""
+    slurm, engine, worker = config.slurm, config.engine, config.worker
+    others = max(num_nodes - 1, 1)
+    if slurm.engines_per_node:
+        count = slurm.engines_on_first + slurm.engines_per_node * others
+        key = "num_servers" if engine.launch == "sglang" else "num_embedded"
+        engine = msgspec.structs.replace(engine, **{key: count})
+    if slurm.workers_per_node:
+        worker = msgspec.structs.replace(worker, num_workers=slurm.workers_per_node * others)
+    return msgspec.structs.replace(config, engine=engine, worker=worker)
+
+
+def check_gpus(config: Config) -> None:
+    """Raise ConfigError if a node has too few GPUs for its engines."""
+    slurm, engine = config.slurm, config.engine
+    if engine.launch != "sglang" or not engine.gpus_each:
+        return
+    num_others = max(slurm.nodes - 1, 1)
+    spread = engine.num_servers - slurm.engines_on_first
+    per_node = slurm.engines_per_node or math.ceil(spread / num_others)
+    if slurm.nodes == 1:
+        per_node += slurm.engines_on_first
+    if per_node * engine.gpus_each > slurm.gpus_per_node:
+        raise ConfigError(
+            f"slurm.gpus_per_node = {slurm.gpus_per_node}: {per_node} engines on a node with "
+            f"engine.gpus_each = {engine.gpus_each} need {per_node * engine.gpus_each} GPUs"
+        )
+
+
+def home_nodes(config: Config, plans: Sequence[ChildPlan], others: Sequence[str]) -> dict[str, str]:
+    """Return the home nodes of the processes that do not run on the first node, by role.
+
+    Engines and workers are dealt out in turn; router, trainer and dashboard stay on the first.
+    """
+    if not others:
+        return {}
+    engines = [role for role in engine_roles(config) if role in {plan.role for plan in plans}]
+    workers = [plan.role for plan in plans if plan.is_worker]
+    homes: dict[str, str] = {}
+    for roles in (engines[config.slurm.engines_on_first :], workers):
+        homes |= {role: others[number % len(others)] for number, role in enumerate(roles)}
+    return homes
+
+
+class NodeChoice:
+    """Which node a process is started on."""
+
+    def __init__(self, homes: Mapping[str, str], avoid_s: float) -> None:
+        """`homes` are the nodes of the roles; a lost node is avoided for `avoid_s`."""
+        self._homes = homes
+        self._avoid_s = avoid_s
+        self._lost_at_s: dict[str, float] = {}
+        self._places = dict(homes)
+        """The node of each role's last start."""
+
+    def lose(self, node: str, now_s: float) -> None:
+        """Record that a node was lost."""
+        self._lost_at_s[node] = now_s
+
+    def choose(self, order: ChildOrder, now_s: float) -> str:
+        """Return the node for a process: its home, unless that was lost and another was not.
+
+        A process with GPUs stays at home, since the GPUs of the other nodes have their engines.
+        """
+        home = self._homes[order.role]
+        usable = [
+            node for node in dict.fromkeys(self._homes.values()) if self._is_usable(node, now_s)
+        ]
+        if home not in usable and usable and not order.num_gpus:
+            placed = [*self._places.values()]
+            home = min(usable, key=placed.count)
+        self._places[order.role] = home
+        return home
+
+    def _is_usable(self, node: str, now_s: float) -> bool:
+        lost_s = self._lost_at_s.get(node)
+        return lost_s is None or now_s - lost_s >= self._avoid_s
+
+
+class SlurmHost:
+    """The nodes of the job besides the first; each has one runner, which srun starts."""
+
+    def __init__(
+        self,
+        allocation: Allocation,
+        homes: Mapping[str, str],
+        settings: SlurmConfig,
+        logs: Path,
+        mark: str,
+    ) -> None:
+        """`homes` are the nodes of the roles; `mark` is that of the mesh."""
+        self._choice = NodeChoice(homes, settings.avoid_node_s)
+        self._nodes = {
+            node: CommandHost(
+                srun_command(allocation.job_id, node),
+                node,
+                allocation.nodes[node],
+                logs,
+                mark,
+                settings.runner_timeout_s,
+            )
+            for node in dict.fromkeys(homes.values())
+        }
+        self._connections: dict[str, RunnerConnection] = {}
+
+    def start(self, order: ChildOrder, hooks: ChildCallbacks) -> RemoteChild:
+        return RemoteChild(order, hooks, self._connect)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(each.close() for each in self._nodes.values()))
+
+    async def _connect(self, child: RemoteChild) -> RunnerConnection:
+        for node, connection in [*self._connections.items()]:
+            if not connection.is_open:
+                self._lose(node)
+        node = self._choice.choose(child.order, time.monotonic())
+        try:
+            self._connections[node] = await self._nodes[node].connect(child)
+        except OSError:
+            self._lose(node)
+            raise
+        return self._connections[node]
+
+    def _lose(self, node: str) -> None:
+        log.warning("node.lost", node=node)
+        self._connections.pop(node, None)
+        self._choice.lose(node, time.monotonic())
+
+
+def place_in_job(
+    config: Config, plans: Sequence[ChildPlan], allocation: Allocation, mark: str
+) -> tuple[list[ChildPlan], dict[str, SlurmHost]]:
+    """Return the plans with the addresses that they listen on, and the hosts of those that run on
+    other nodes than the first.
+    """
+    homes = home_nodes(config, plans, allocation.others)
+    host = SlurmHost(allocation, homes, config.slurm, config.run_folder() / "logs", mark)
+    placed, engines = [], engine_roles(config)
+    for plan in plans:
+        if plan.role in engines:
+            node_address = "{host}" if plan.role in homes else allocation.address
+            plan = msgspec.structs.replace(plan, bind=f"{node_address}:0")
+        placed.append(plan)
+    return placed, dict.fromkeys(homes, host)
+
+
+def srun_command(job_id: str, node: str) -> list[str]:
+    """Return the prefix of a command that runs on a node of the job, beside other steps."""
+    one = ["--nodes=1", "--ntasks=1", f"--nodelist={node}"]
+    # All CPUs, memory and GPUs of the job on that node; the processes share them.
+    shared = ["--overlap", "--cpu-bind=none"]
+    return ["srun", f"--jobid={job_id}", *one, *shared, "--unbuffered", "--export=ALL"]
+
+
+def prepare(mark: str, file: Path | None) -> int:
+    """Kill the processes with `mark` on this machine; return OK if it sees `file`."""
+    node = os.environ.get(NODE_VARIABLE) or socket.gethostname()
+    if num_killed := kill_marked(mark):
+        sys.stderr.write(f"{node}: killed {num_killed} processes that {mark} left\n")
+    sweep_memory()
+    if file is None or is_seen(file):
+        return OK
+    sys.stderr.write(
+        f"rollmesh: node {node} does not see {file}: run.folder must be on a file system that all "
+        'nodes share, or publish.mode = "distributed"\n'
+    )
+    return USAGE
+
+
+def is_seen(file: Path) -> bool:
+    """Return whether a file exists, which another node has just made."""
+    until_s = time.monotonic() + SHARED_WITHIN_S
+    while not file.exists():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(LOOK_S)
+        with contextlib.suppress(OSError):
+            os.listdir(file.parent)  # NFS: drops the cached absence
+    return True
+
+
+def main() -> None:
+    """Prepare a node."""
+    arguments = argparse.ArgumentParser(prog="slurm", allow_abbrev=False)
+    arguments.add_argument("mark", help="mark of the job's processes")
+    arguments.add_argument("file", nargs="?", type=Path, help="a file that the node must see")
+    options = arguments.parse_args()
+    sys.exit(prepare(options.mark, options.file))
+
+
+if __name__ == "__main__":
+    main()
