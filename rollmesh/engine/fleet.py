@@ -269,10 +269,10 @@ class Fleet:
             return self._on_drop(ask, now_s)
         if why := why_no_engine_url(ask.url):
             return f"{ask.url[:200]!a}: {why}"
-        self._roster.add(ask.url, is_verified=ask.is_fresh)
+        self._roster.add(ask.url, is_launched=ask.is_launched)
         engine = self._engines.get(ask.url)
         if engine is None or engine.row.phase is EnginePhase.GONE:
-            self._join(ask.url, is_verified=ask.is_fresh)
+            self._join(ask.url, is_verified=ask.is_launched)
         elif engine.is_leaving:
             engine.is_leaving = False
             if engine.row.phase is EnginePhase.DRAINING:
@@ -295,7 +295,8 @@ class Fleet:
             engine.is_leaving = True
             self._roster.drain(ask.url)
         else:
-            self._remove(engine, "removed by the operator", now_s)
+            why = "it has ended" if ask.is_launched else "removed by the operator"
+            self._remove(engine, why, now_s, is_launched=ask.is_launched)
         return ""
 
     def _join(self, url: str, *, is_verified: bool = True) -> None:
@@ -304,8 +305,10 @@ class Fleet:
         engine.trusted = Trust.FRESH if is_verified else Trust.BROKEN
         engine.is_leaving = url in self.changes.draining
 
-    def _remove(self, engine: FleetMember, detail: str, now_s: float) -> None:
-        self._roster.remove(engine.row.url)
+    def _remove(
+        self, engine: FleetMember, detail: str, now_s: float, *, is_launched: bool = False
+    ) -> None:
+        self._roster.remove(engine.row.url, is_launched=is_launched)
         engine.is_leaving = False
         engine.probe_serial = None
         engine.holder = b""

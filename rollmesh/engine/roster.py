@@ -22,7 +22,7 @@ class AddedEngine(msgspec.Struct, frozen=True):
     """An engine that the operator added."""
 
     url: str
-    is_verified: bool
+    is_verified: bool = False
     """Whether its weights are those of this mesh, so that a restarted router may use them."""
 
 
@@ -68,11 +68,13 @@ class Roster:
             return f"{url[:200]!a}: {why}"
         return "" if is_allowed_url(url, self._allow_hosts) else f"{url}: {_NOT_OURS}"
 
-    def add(self, url: str, *, is_verified: bool) -> None:
-        """Let an engine join, until it is removed."""
+    def add(self, url: str, *, is_launched: bool = False) -> None:
+        """Let an engine join, until it is removed; see AddEngine for `is_launched`."""
         added = self.changes.added
-        if url not in self._configured and self.origin(url) is not EngineOrigin.ADDED:
-            added = (*added, AddedEngine(url, is_verified))
+        if is_launched:
+            self.configure(url)
+        elif self.origin(url) is EngineOrigin.JOINED:
+            added = (*added, AddedEngine(url))
         self.changes = FleetChanges(
             added, _without(self.changes.removed, url), _without(self.changes.draining, url)
         )
@@ -89,11 +91,14 @@ class Roster:
         draining = (*_without(self.changes.draining, url), url)
         self.changes = msgspec.structs.replace(self.changes, draining=draining)
 
-    def remove(self, url: str) -> None:
-        """Keep an engine out until it is added."""
+    def remove(self, url: str, *, is_launched: bool = False) -> None:
+        """Keep an engine out until it is added; see DropEngine for `is_launched`."""
+        if is_launched:
+            self._configured.discard(url)
         added = tuple(each for each in self.changes.added if each.url != url)
         removed = _without(self.changes.removed, url)
-        if url in self._configured or is_allowed_url(url, self._allow_hosts):
+        may_join = url in self._configured or is_allowed_url(url, self._allow_hosts)
+        if may_join and not is_launched:
             removed = (*removed, url)
         self.changes = FleetChanges(added, removed, _without(self.changes.draining, url))
 

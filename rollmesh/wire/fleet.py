@@ -128,17 +128,17 @@ class RemoveEngine(Message, frozen=True, tag="remove_engine"):
 
 
 class AddEngine(Message, frozen=True, tag="add_engine"):
-    """The operator adds this engine: it may join whatever its host is, until it is dropped."""
+    """Add an engine of any host, until it is dropped; the publisher updates it before it serves."""
 
     ask_id: int
     url: str
-    is_fresh: bool = False
-    """Whether it was started with weights of this mesh, so that the version that it reports counts.
-    Otherwise the publisher updates it before it serves."""
+    is_launched: bool = False
+    """Whether launch has started it with weights of this mesh and names it to each router: then the
+    version that it reports counts, and it is an engine of the configuration."""
 
 
 class DropEngine(Message, frozen=True, tag="drop_engine"):
-    """The operator removes this engine: it does not join again until it is added."""
+    """Remove an engine, which does not join again until it is added."""
 
     ask_id: int
     url: str
@@ -146,6 +146,8 @@ class DropEngine(Message, frozen=True, tag="drop_engine"):
     """Whether its running requests may end there; otherwise they are resumed elsewhere."""
     force: bool = False
     """Whether the last engine may be removed."""
+    is_launched: bool = False
+    """Whether launch reports that nothing runs there any more: then the address is not kept out."""
 
 
 class ListEngines(Message, frozen=True, tag="list_engines"):

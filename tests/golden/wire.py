@@ -106,7 +106,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     f.ReadFleet(3, 12),
     f.FleetAnswered(3, False, "unknown", 9, (ENGINE,), 13),
     f.AddEngine(3, "http://e:1", True),
-    f.DropEngine(3, "http://e:1", True, True),
+    f.DropEngine(3, "http://e:1", True, True, True),
     f.ListEngines(3),
     f.EnginesListed(3, (ENGINE,), (f.EngineOrigin.ADDED,), True, True, "/m", 4096),
     m.WorkerExited("worker-0", 4711, "killed by signal 9", 1.5e9),

@@ -90,11 +90,34 @@ def test_an_added_engine_serves_only_after_the_publisher_updated_it() -> None:
     assert bench.fleet.changes.added == (AddedEngine(C, is_verified=True),)
 
 
-def test_an_engine_that_was_started_with_weights_of_the_mesh_serves_at_once() -> None:
+def test_an_engine_that_launch_started_is_one_of_the_configuration() -> None:
     bench = ready(A)
-    change(bench, AddEngine(1, C, is_fresh=True))
+    change(bench, AddEngine(1, C, is_launched=True))
     bench.answer(C, policy_version=0)
     assert bench.phase(C) is EnginePhase.READY
+    assert bench.fleet.origins()[1] is EngineOrigin.CONFIGURED
+    assert bench.fleet.changes == FleetChanges(), "launch names it to the next router"
+
+
+def test_an_address_where_launch_runs_no_engine_any_more_is_not_kept_out() -> None:
+    bench = Bench()
+    for url in (A, C):
+        change(bench, AddEngine(1, url, is_launched=True))
+    assert change(bench, DropEngine(1, C, is_launched=True)).ok
+    assert bench.phase(C) is EnginePhase.GONE
+    assert bench.fleet.changes == FleetChanges()
+    assert change(bench, AddEngine(1, C, is_launched=True)).ok
+    assert bench.phase(C) is EnginePhase.JOINING
+
+
+def test_launch_brings_back_an_address_that_the_operator_removed() -> None:
+    bench = Bench()
+    for url in (A, C):
+        change(bench, AddEngine(1, url, is_launched=True))
+    change(bench, DropEngine(1, C))
+    assert bench.fleet.changes.removed == (C,)
+    change(bench, AddEngine(1, C, is_launched=True))
+    assert bench.fleet.changes == FleetChanges()
 
 
 def test_without_a_publisher_an_added_engine_serves_at_once() -> None:
@@ -190,7 +213,7 @@ def test_adding_a_draining_engine_ends_its_drain() -> None:
     assert isinstance(bench.pending[A], ContinueEngine)
     bench.answer(A)
     assert bench.phase() is EnginePhase.READY
-    assert bench.fleet.changes == FleetChanges(added=(AddedEngine(A, is_verified=False),))
+    assert bench.fleet.changes == FleetChanges(added=(AddedEngine(A),))
 
 
 def test_a_draining_engine_can_be_removed_at_once() -> None:

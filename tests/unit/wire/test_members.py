@@ -120,7 +120,7 @@ def test_a_message_that_the_role_may_not_send_is_dropped(
         ("operator", AskDrain(1, "w", "")),
         ("operator", WorkerExited("w", 1, "")),
         ("operator", AddEngine(1, "http://127.0.0.1:1", True)),
-        ("operator", DropEngine(1, "http://127.0.0.1:1", True, True)),
+        ("operator", DropEngine(1, "http://127.0.0.1:1", True, True, True)),
         ("operator", ListEngines(1)),
     ],
 )
