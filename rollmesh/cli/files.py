@@ -20,6 +20,7 @@ import msgspec
 from rollmesh.cli.options import context_of, parser
 from rollmesh.core import config as settings
 from rollmesh.core import engine_config as engine_settings
+from rollmesh.core import network_config as network_settings
 from rollmesh.core.config import Config
 from rollmesh.core.config_section import Section
 from rollmesh.core.errors import ConfigError, ModelError, UserError
@@ -198,10 +199,14 @@ def fields(section: Section) -> Iterator[tuple[str, Any]]:
         yield name, getattr(section, name)
 
 
+MODULES = (settings, engine_settings, network_settings)
+"""Modules with the sections."""
+
+
 def docstrings() -> dict[str, str]:
     """Return the docstrings of `Class` and `Class.field` as TOML comments, from the source."""
     docs: dict[str, str] = {}
-    sources = "".join(inspect.getsource(each) for each in (settings, engine_settings))
+    sources = "".join(inspect.getsource(each) for each in MODULES)
     for owner in ast.parse(sources).body:
         if not isinstance(owner, ast.ClassDef):
             continue

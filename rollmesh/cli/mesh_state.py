@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 import psutil
 
+from rollmesh.core.addresses import facing
 from rollmesh.core.errors import AddressError, UserError
 from rollmesh.core.files import FileTail
 from rollmesh.core.ids import new_id
@@ -92,7 +92,6 @@ def _is_run(folder: Path) -> bool:
 
 ANSWER_S = 3.0
 REPEAT_S = 0.5
-WILDCARD_HOSTS = ("0.0.0.0", "[::]", "*")
 
 Answer = TypeVar("Answer", AddressesAnswered, DrainAnswered)
 
@@ -123,14 +122,6 @@ def router_address(address: str) -> str:
     if found := status_of(address).address:
         return facing(found, address)
     raise AddressError(f"--router {address}: does not report its tcp:// address; name that one")
-
-
-def facing(address: str, known: str) -> str:
-    """Return `address` with the host of `known` if its own is a wildcard."""
-    parts, host = urlsplit(address), urlsplit(known).hostname or ""
-    if parts.netloc.rpartition(":")[0] not in WILDCARD_HOSTS:
-        return address
-    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"
 
 
 def send_request(

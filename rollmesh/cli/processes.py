@@ -25,7 +25,7 @@ from rollmesh.cli.options import (
     set_model,
     share_of,
 )
-from rollmesh.core.addresses import why_no_engine_url
+from rollmesh.core.addresses import split_address, why_no_engine_url
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config, load_config
 from rollmesh.core.descriptors import PEERS, PER_ROLLOUT, allow_descriptors
@@ -88,8 +88,34 @@ def _sglang(argv: list[str]) -> int:
 
 def router(argv: list[str]) -> int:
     """Run the router."""
-    from rollmesh.core.types import UNVERSIONED
     from rollmesh.serve.router.process import Engines, run
+
+    options = _router_arguments().parse_args(argv)
+    for url in options.engines:
+        if why := why_no_engine_url(url):
+            raise AddressError(f"--engine {url}: {why}")
+    if options.bind:
+        options.overrides.append(f"router.bind={options.bind}")
+    allow_descriptors(PEERS, "a router")
+    engines = Engines(
+        tuple(options.engines),
+        options.fixed_weights,
+        options.least_version,
+        options.asleep,
+        options.engine_changes,
+    )
+    protect_memory()
+    config = config_of(options)
+    host, _, port = config.router.bind.rpartition(":")
+    if options.known_as and port == "0":
+        options.overrides.append(f"router.bind={host}:{split_address(options.known_as)[1]}")
+        config = config_of(options)
+    run(config, engines, options.listen_fd, options.ready_fd)
+    return 0
+
+
+def _router_arguments() -> argparse.ArgumentParser:
+    from rollmesh.core.types import UNVERSIONED
 
     arguments = parser(
         "router", "Run a router, which schedules rollouts on workers and tracks engines."
@@ -104,6 +130,13 @@ def router(argv: list[str]) -> int:
         help="URL of an engine; may be repeated",
     )
     arguments.add_argument("--bind", metavar="ADDRESS", help="override router.bind")
+    arguments.add_argument(
+        "--known-as",
+        default="",
+        metavar="ADDRESS",
+        help="where router.bind has port 0: listen on the port of this address (for launch, which "
+        "restarts a router)",
+    )
     arguments.add_argument(
         "--fixed-weights",
         action="store_true",
@@ -127,23 +160,7 @@ def router(argv: list[str]) -> int:
         help="keep in this file what `rollmesh engine add` and `remove` change, so that a "
         "restarted router has the same engines (`rollmesh up`: engines.json of the run's folder)",
     )
-    options = arguments.parse_args(argv)
-    for url in options.engines:
-        if why := why_no_engine_url(url):
-            raise AddressError(f"--engine {url}: {why}")
-    if options.bind:
-        options.overrides.append(f"router.bind={options.bind}")
-    allow_descriptors(PEERS, "a router")
-    engines = Engines(
-        tuple(options.engines),
-        options.fixed_weights,
-        options.least_version,
-        options.asleep,
-        options.engine_changes,
-    )
-    protect_memory()
-    run(config_of(options), engines, options.listen_fd, options.ready_fd)
-    return 0
+    return arguments
 
 
 def train(argv: list[str]) -> int:

@@ -24,7 +24,6 @@ from rollmesh.cli.mesh_state import (
     MeshReport,
     RunReport,
     all_runs,
-    facing,
     page_folder,
     report_of_folder,
     report_of_router,
@@ -33,6 +32,7 @@ from rollmesh.cli.mesh_state import (
     send_request,
 )
 from rollmesh.cli.options import add_run, parser
+from rollmesh.core.addresses import facing
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import OK
 from rollmesh.core.run_state import ENDED, SILENT_AFTER_S, RunState

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from rollmesh.core.addresses import why_not_dialable
 from rollmesh.core.config_parsing import (
     apply_override,
     check_no_literals,
@@ -32,6 +33,8 @@ from rollmesh.core.config_section import (
 from rollmesh.core.engine_config import EngineConfig as EngineConfig
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.files import FileMode
+from rollmesh.core.network_config import InterceptionConfig as InterceptionConfig
+from rollmesh.core.network_config import NetworkConfig
 from rollmesh.core.types import (
     EVAL_SAMPLING,
     Branch,
@@ -84,6 +87,9 @@ class RouterConfig(Section, frozen=True):
 
     bind: str = "tcp://127.0.0.1:0"
     """ZMQ address for clients and workers; port 0 picks a free one."""
+    advertise: str = ""
+    """tcp://HOST:PORT by which others reach `bind` where NAT or a proxy changes the port too
+    (default: `bind` with network.advertise)."""
     http_bind: str = "127.0.0.1:0"
     """host:port of /status, /healthz and /metrics."""
     max_queued_groups: Positive = 10_000
@@ -114,6 +120,10 @@ class RouterConfig(Section, frozen=True):
     suspect_watch_beats: NonNegative = 60
     """Heartbeat intervals for which such a group runs, at most, before the next one may run on the
     same worker (default: 60)."""
+
+    def __post_init__(self) -> None:
+        if self.advertise and (why := why_not_dialable(self.advertise)):
+            raise ValueError(f"advertise: {why}")
 
 
 class WorkerConfig(Section, frozen=True):
@@ -206,56 +216,15 @@ class SamplingConfig(Section, frozen=True):
         )
 
 
-class InterceptionConfig(Section, frozen=True):
-    """The HTTP endpoint of agents."""
-
-    bind: str = "127.0.0.1:0"
-    """host:port inside each worker; port 0 picks a free one."""
-    max_body_bytes: Positive = 64 * 2**20
-    """Longer request bodies are refused with 413."""
-    max_inflight_bytes: Positive = 256 * 2**20
-    """Request bodies in memory, counted as their bytes come; past it, or past a quarter of it for
-    one session, the next are read once others have been answered (default: 256 MiB)."""
-    max_session_bytes: Positive = 2**30
-    """A session that holds more ends its rollout as `truncated`."""
-    max_turns_at_once: Positive = 64
-    """Turns of one session that are sampled at a time, each choice of a call counted, and those
-    kept for a retry; past it a call gets 429, and 400 if it alone asks for more (default: 64)."""
-    max_blob_bytes: Positive = 512 * 2**20
-    """Images and long texts in memory; past it the longest unused go to a file."""
-    spill_folder: str = ""
-    """Folder of that file; empty: the system's folder for temporary files (default: empty)."""
-    image_hosts: tuple[str, ...] = ()
-    """Hosts (`host` or `host:port`) from which engines may fetch images that agents name by http(s)
-    addresses; elsewhere, and where the list is empty, only `data:` is taken (default: empty)."""
-    retry_window_s: PositiveSeconds = 30.0
-    """Seconds for which a generation that lost its reader is kept for a retry (default: 30)."""
-    keepalive_s: PositiveSeconds = 15.0
-    """An idle stream gets a comment this often."""
-    engine_wait_s: PositiveSeconds = 120.0
-    """Seconds, paused time not counted, that a call waits for an engine that is READY, then it gets
-    503 (default: 120)."""
-    rotating_lines: tuple[str, ...] = (
-        "x-anthropic-billing-header:",
-        "(?:Today'?s|The current|Current) date",
-        "<current_date>",
-    )
-    """Lines of a system text that begin with one of these patterns may differ in every call."""
-    drain_timeout_s: NonNegativeSeconds = 30.0
-    """Stand-alone gateway: seconds that a stopped one waits for calls in progress (default: 30)."""
-    upstream_cool_down_s: NonNegativeSeconds = 2.0
-    """Relay: seconds for which an endpoint that failed is avoided, where there are others
-    (default: 2)."""
-    retention_s: PositiveSeconds = 21_600.0
-    """Stand-alone gateway: seconds for which an unused session is kept (default: 21600)."""
-
-
 class TrainerConfig(Section, frozen=True):
     """Group-relative policy optimisation on the finished groups."""
 
     bind: str = ""
-    """ZMQ address where finished groups arrive. Workers connect to it: use an address of this host
-    or a network interface (tcp://eth0:5556). Empty: a free port that faces the router."""
+    """ZMQ address where finished groups arrive: an address of this host, a network interface
+    (tcp://eth0:5556) or tcp://0.0.0.0:5556. Empty: a free port that faces the router."""
+    advertise: str = ""
+    """tcp://HOST:PORT by which workers reach `bind` where NAT or a proxy changes the port too
+    (default: `bind` with network.advertise)."""
     num_steps: NonNegative = 200
     """Train steps of the run."""
     num_ranks: Positive = 1
@@ -341,6 +310,10 @@ class TrainerConfig(Section, frozen=True):
     """Seconds that ranks have to end by themselves before they are killed (default: 10)."""
     train_branches: tuple[Branch, ...] = ("main", "subagent")
     """Which branches of a rollout's token graph train: main, subagent, side."""
+
+    def __post_init__(self) -> None:
+        if self.advertise and (why := why_not_dialable(self.advertise)):
+            raise ValueError(f"advertise: {why}")
 
 
 class PublishConfig(Section, frozen=True):
@@ -531,6 +504,7 @@ class Config(Section, frozen=True):
     """A rollout with at least this reward succeeded, where the environment does not report success
     by the metric `success`. Not set: success is known only where all rewards are 0 or 1."""
     run: RunConfig = RunConfig()
+    network: NetworkConfig = NetworkConfig()
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     router: RouterConfig = RouterConfig()

@@ -24,6 +24,7 @@ from weakref import WeakSet
 
 import msgspec
 
+from rollmesh.core.addresses import advertised, is_wildcard, with_host
 from rollmesh.core.errors import AddressError
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -113,10 +114,18 @@ def _bound(bind: str, make: Callable[..., socket.socket], **options: int) -> soc
         raise AddressError(f"{bind}: cannot listen there: {why}; choose another") from None
 
 
-def http_address(listening: socket.socket) -> str:
-    """Return `http://host:port` of a listening socket."""
+def local_http_address(listening: socket.socket) -> str:
+    """Return `http://host:port` of a listening socket for this machine: on loopback if it listens
+    on all interfaces.
+    """
     host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return with_host(f"http://:{port}", "127.0.0.1" if is_wildcard(host) else host)
+
+
+def http_address(listening: socket.socket, advertise: str = "", peer: str = "") -> str:
+    """Return `http://host:port` of a listening socket for other processes; see `advertised`."""
+    host, port = listening.getsockname()[:2]
+    return advertised(with_host(f"http://:{port}", host), advertise, peer)
 
 
 def die_with_parent() -> None:

@@ -82,7 +82,7 @@ class ChatClient:
         number of attempts.
         """
         body = orjson.dumps({"model": endpoint.model, "messages": messages, **fields})
-        url = _chat_url(endpoint.base_url)
+        url = _chat_url(endpoint.on_this_machine().base_url)
         headers = _headers(endpoint.api_key)
         fault = ""
         for attempt in range(self._settings.num_attempts):

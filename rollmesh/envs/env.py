@@ -70,23 +70,30 @@ class Endpoint(msgspec.Struct, frozen=True):
     """The model endpoint of one rollout's agent; valid until the rollout ends."""
 
     base_url: str
-    """OpenAI style, ends in `/v1`."""
+    """OpenAI style, ends in `/v1`; by the setting interception.public_url it can be reached from
+    containers and other machines."""
     api_key: str
     """The session's secret; send it as a Bearer token or x-api-key, never log it."""
     model: str
     """Value for a request's `model` field."""
+    local_url: str = ""
+    """`base_url` for this machine, where they differ."""
 
     @property
     def root_url(self) -> str:
         """Base URL for clients that append `/v1` themselves, such as Anthropic's."""
         return self.base_url.removesuffix("/v1")
 
+    def on_this_machine(self) -> "Endpoint":
+        """Return the endpoint for a program on this machine."""
+        return msgspec.structs.replace(self, base_url=self.local_url or self.base_url)
+
     def openai(self, **options: Any) -> "AsyncOpenAI":
         """Return an `openai.AsyncOpenAI` for this endpoint; rollouts of a worker share connections.
 
         Use `agent.model` as the model. `options` are AsyncOpenAI's. It need not be closed.
         """
-        return openai_client(self.base_url, self.api_key, **options)
+        return openai_client(self.on_this_machine().base_url, self.api_key, **options)
 
 
 class Transcript(msgspec.Struct, kw_only=True):

@@ -97,6 +97,7 @@ class HarnessEnv(Env):
 
     async def run(self, task: Task, agent: Endpoint) -> Transcript:
         """Run the program once; AgentFailed after an exit code that is not allowed."""
+        agent = agent.on_this_machine()
         async with new_scratch() as scratch:
             placeholders = self._placeholders(task, agent, scratch)
             files = {path: _filled(text, placeholders) for path, text in self._files.items()}

@@ -296,7 +296,7 @@ def plan_router(config: Config, settings: tuple[str, ...]) -> ChildPlan:
         role="router",
         argv=(*ROLLMESH, "router", *settings, *changes, *engine_options(config)),
         key="hub",
-        again=("--bind", "{router}"),
+        again=("--known-as", "{router}"),
         on_death=OnDeath.RESTART,
         stays_here=True,
         bind=config.router.http_bind,

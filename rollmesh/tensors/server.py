@@ -21,6 +21,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from rollmesh.core.addresses import advertised, with_host
 from rollmesh.core.errors import AddressError, ShardMissing, TensorError, WireError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.process import close_in_children, listen
@@ -55,7 +56,7 @@ from rollmesh.tensors.handshake import memory_id
 from rollmesh.tensors.relay import PeerIndex, TensorRelay
 from rollmesh.tensors.segment import SharedRange
 from rollmesh.tensors.store import OwnerStore
-from rollmesh.wire.keys import Keys, check_bind, check_dialable
+from rollmesh.wire.keys import Keys, check_bind
 
 log = get_logger()
 
@@ -250,11 +251,12 @@ class TensorServer:
         bind: str,
         keys: Keys | None = None,
         relay: TensorRelay | None = None,
+        advertise: str = "",
     ) -> None:
         """Serve `store`, and peers by `relay`, at `bind` (tcp://host:port; port 0 picks one).
-        AddressError if it needs keys, or if consumers could not connect to it."""
+        `advertise` is the host that consumers are given. AddressError if it needs keys."""
         check_bind(bind, keys)
-        check_dialable(bind)
+        self._advertise = advertise
         self._store = store
         self._bind = bind
         admitted = Admitted(memory_id(store.folder), store.folder)
@@ -275,7 +277,7 @@ class TensorServer:
         self._listening = listening = listen(self._bind.removeprefix("tcp://"))
         close_in_children(listening)
         host, port = listening.getsockname()[:2]
-        address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        address = advertised(with_host(f"tcp://:{port}", host), self._advertise)
         self._store.owner = address
         self._accept_thread = threading.Thread(
             target=self._acceptor.run, args=(listening, self._is_stopping), daemon=True

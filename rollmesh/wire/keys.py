@@ -263,15 +263,6 @@ def _is_local(address: str) -> bool:
     return scheme in ("ipc", "inproc") or (scheme == "tcp" and is_loopback(host))
 
 
-def check_dialable(address: str) -> None:
-    """AddressError if peers could not dial `address`, which is bound and then sent to them."""
-    if address.startswith(("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")):
-        raise AddressError(
-            f"{address}: peers receive this address and cannot dial it; "
-            "name this machine's own address, or an interface, such as tcp://eth0:5556"
-        )
-
-
 def _pair() -> tuple[str, str]:
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()

@@ -134,13 +134,16 @@ class Hub:
             raise AddressError(f"{bind}: cannot listen there: {why}; choose another") from None
         self.address: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._departures = _departures_of(self.socket)
-        own = keys.public if keys and keys.public != keys.hub_public else ""
-        self.peer_address = f"{self.address}{SERVER_KEY}{own}" if own else self.address
-        """Address for peers, with the public key of this socket if it is not the hub's."""
+        self._own_key = keys.public if keys and keys.public != keys.hub_public else ""
+        self.peer_address = self.address_for_peers(self.address)
         self.num_malformed = 0
         self.num_unsent = 0
         self.num_departed = 0
         """Ended connections. Memory of their gathered messages is free."""
+
+    def address_for_peers(self, address: str) -> str:
+        """Return `address` with the public key of this socket, if it is not the hub's."""
+        return f"{address}{SERVER_KEY}{self._own_key}" if self._own_key else address
 
     @property
     def num_refused(self) -> int:

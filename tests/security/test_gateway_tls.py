@@ -8,6 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from rollmesh.core.addresses import own_address, with_host
 from tests.flow.gateway_process import argv_of, serving
 
 RELAY = ("--capture", "relay", "--engine", "http://127.0.0.1:9/v1")
@@ -53,8 +54,8 @@ async def test_a_public_gateway_speaks_tls_and_shows_strangers_only_that_it_runs
     trust = ssl.create_default_context(cafile=files[0])
     args = "--host", "0.0.0.0", "--tls-cert", str(files[0]), "--tls-key", str(files[1])
     async with serving(tmp_path, *RELAY, *args) as gateway:
-        assert gateway.address.startswith("https://0.0.0.0:")
-        base = gateway.address.replace("0.0.0.0", "localhost")
+        assert gateway.address.startswith(f"https://{own_address()}:")
+        base = with_host(gateway.address, "localhost")
         admin = {"Authorization": f"Bearer {gateway.token}"}
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trust)) as client:
             async with client.get(f"{base}/healthz") as response:
@@ -73,7 +74,7 @@ async def test_a_public_gateway_behind_a_proxy_shows_strangers_only_that_it_runs
     tmp_path: Path,
 ) -> None:
     async with serving(tmp_path, *RELAY, "--host", "0.0.0.0", "--plain") as gateway:
-        base = gateway.address.replace("0.0.0.0", "127.0.0.1")
+        base = gateway.address
         async with gateway.client.get(f"{base}/healthz") as response:
             assert await response.json() == {"status": "ok"}
 

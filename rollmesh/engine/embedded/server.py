@@ -70,6 +70,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Serve addresses that other machines reach without a key."""
     allow_hosts: tuple[str, ...] = ()
     """Hosts or networks, besides loopback, at which it may join a weight group."""
+    advertise: str = ""
+    """Host of this machine in the reported address; '' for the one at which it listens."""
 
 
 async def serve(settings: Settings) -> None:
@@ -154,7 +156,7 @@ async def first_of(stop: asyncio.Event, failed: asyncio.Future[None]) -> None:
 
 def report(settings: Settings, listening: socket.socket) -> None:
     """Log that the engine serves, and report it to the parent process."""
-    address = http_address(listening)
+    address = http_address(listening, settings.advertise)
     log.info("engine.serving", address=address, model=str(settings.model_dir))
     announce(settings.ready_fd, Ready(role=settings.role, pid=os.getpid(), address=address))
 
@@ -167,7 +169,10 @@ def settle_garbage() -> None:
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
-    """Add the options about API keys and allowed hosts."""
+    """Add the options about addresses, API keys and allowed hosts."""
+    parser.add_argument(
+        "--advertise", default="", metavar="HOST", help="this machine's host for other machines"
+    )
     parser.add_argument(
         "--api-key", default="", help="required by each request; visible in ps, so prefer a file"
     )
@@ -232,6 +237,7 @@ def parse(argv: Sequence[str] | None) -> Settings:
         is_incremental=given.incremental_streaming_output,
         skips_tokenizer=given.skip_tokenizer_init,
         num_threads=given.num_threads,
+        advertise=given.advertise,
         seed=given.random_seed,
         api_key=given.api_key or key_of(given.api_key_file),
         is_open=given.no_api_key,

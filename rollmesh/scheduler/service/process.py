@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
+from rollmesh.core.addresses import advertised
 from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.errors import AddressError, ConfigError, JournalError
 from rollmesh.core.ids import new_id
@@ -177,8 +178,9 @@ def run(ask: ServiceOptions) -> None:
     loop.join(ask.nodes)
     loop.turn()
     status_app.start()
-    announce(ask.ready_fd, Ready("scheduler", os.getpid(), hub.address, http_address(listening)))
-    log.info("scheduler.started", address=hub.address, http_address=http_address(listening))
+    address, status_url = advertised(hub.address), http_address(listening)
+    announce(ask.ready_fd, Ready("scheduler", os.getpid(), address, status_url))
+    log.info("scheduler.started", address=address, http_address=status_url)
     try:
         while not stop.is_asked:
             wait(loop.poll_hubs(), bell, loop.idle_s())

@@ -129,6 +129,7 @@ class AsyncRolloutClient:
         journal: JournalConfig | None = None,
         keys: Keys | None = None,
         bind: str = "",
+        advertise: str = "",
         weight: int = 1,
         keep: bool = False,
     ) -> None:
@@ -154,6 +155,7 @@ class AsyncRolloutClient:
                 folder,
                 keys,
                 bind=bind,
+                advertise=advertise,
                 weight=weight,
                 keep=keep,
             )

@@ -15,7 +15,6 @@
 
 import math
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -26,6 +25,13 @@ from typing import Annotated
 
 import msgspec
 
+from rollmesh.core.addresses import (
+    address_towards,
+    advertised,
+    own_address,
+    split_address,
+    with_host,
+)
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import (
     AddressError,
@@ -60,7 +66,7 @@ from rollmesh.serve.client.journal_entries import (
     StepTaken,
 )
 from rollmesh.wire.frames import decode_ask, encode_ask
-from rollmesh.wire.keys import Keys, check_dialable
+from rollmesh.wire.keys import Keys
 from rollmesh.wire.members import SINK, Access
 from rollmesh.wire.messages import GroupAsk
 from rollmesh.wire.sockets import SERVER_KEY, Dialer, Hub
@@ -109,11 +115,12 @@ class RolloutClient:
         keys: Keys | None = None,
         *,
         bind: str = "",
+        advertise: str = "",
         weight: int = 1,
         keep: bool = False,
     ) -> None:
         """Dial `router` and listen at `bind` or, if that is empty, at a free port that the router
-        can reach.
+        can reach. `advertise` is the host, or the tcp:// address, by which workers reach it.
 
         `weight` is this client's share of turns against other clients'. `keep` lets its groups
         outlive it. Raises AddressError or JournalError if it cannot be opened.
@@ -128,17 +135,20 @@ class RolloutClient:
         self._is_closed = False
         self._pid = os.getpid()
         with ExitStack() as undo:
-            bind = bind or f"tcp://{facing(router)}:0"
-            check_dialable(bind)
+            bind = bind or with_host("tcp://:0", address_here(router))
             client_journal = undo.enter_context(closing(open_journal(folder, journal)))
             self.history = client_journal.history() if keep else History()
             """With `keep`, until `start`: what earlier clients here left."""
             self.run_id = fresh_run_id(client_journal.ended)
             earlier = client_journal.earlier if keep else None
             client_id = (earlier and earlier.client_id) or new_id("c")
-            hub = undo.enter_context(closing(listen(bind, earlier.sink if earlier else "", keys)))
+            place = split_address(advertised(bind, advertise, router))[0]
+            before = earlier.sink if earlier and split_address(earlier.sink)[0] == place else ""
+            hub = undo.enter_context(closing(listen(bind, before, keys)))
             dialer = undo.enter_context(closing(Dialer(router, client_id, keys)))
-            sink = hub.peer_address
+            self.address = advertised(hub.address, advertise, router)
+            """Address to which workers send results."""
+            sink = hub.address_for_peers(self.address)
             settings = AskSettings(client_id=client_id, sink=sink, weight=weight, keep=keep)
             self._intake = IntakeThread(hub, dialer, client_journal, settings)
             self._client_journal = client_journal
@@ -147,7 +157,6 @@ class RolloutClient:
         """Records what happens to steps that are redone."""
         self.why_waiting: Callable[[], str] = self._intake.why_waiting
         """Returns why groups wait, as last sent by the router; '' if it has sent nothing lately."""
-        self.address = hub.address
         self.client_id = client_id
         """Its name at the router; with `keep` the same after a restart."""
 
@@ -379,14 +388,14 @@ def check_terms(terms: Terms) -> None:
 
 
 def listen(bind: str, earlier: str, keys: Keys | None) -> Hub:
-    """Listen where an earlier client listened, if that is free and `bind` allows it; else at
-    `bind`.
+    """Listen on the port of an earlier client of this host, if that is free and `bind` leaves the
+    port open; else at `bind`.
     """
-    earlier = earlier.partition(SERVER_KEY)[0]
+    before = split_address(earlier.partition(SERVER_KEY)[0])[1]
     host, _, port = bind.rpartition(":")
-    for _ in range(NUM_LISTENS if port == "0" and earlier.rpartition(":")[0] == host else 0):
+    for _ in range(NUM_LISTENS if port == "0" and before else 0):
         try:
-            return _sink_hub(earlier, keys)
+            return _sink_hub(f"{host}:{before}", keys)
         except AddressError:
             time.sleep(LISTEN_AGAIN_S)  # zmq releases a port of this process with a delay
     # Another process has the port: results that workers hold for it run again, for the new address.
@@ -398,16 +407,9 @@ def _sink_hub(bind: str, keys: Keys | None) -> Hub:
     return Hub(bind, keys, queue_messages=QUEUE_RESULTS, access=access)
 
 
-def facing(router: str) -> str:
-    """Return our address as the host of `router` sees it, or loopback if it cannot be
-    determined.
-    """
-    host, _, port = router.removeprefix("tcp://").rpartition(":")
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host.strip("[]"), int(port)))  # sends nothing
-            found: str = probe.getsockname()[0]
-    except (OSError, ValueError):
-        return LOOPBACK
-    return f"[{found}]" if family == socket.AF_INET6 else found
+def address_here(router: str) -> str:
+    """Return this machine's address on the route to `router`; its own address if there is none."""
+    host, port = split_address(router)
+    if not host or not port.isdecimal():
+        return LOOPBACK  # the Dialer refuses this address
+    return address_towards(host) or own_address()

@@ -41,12 +41,20 @@ class SyncRolloutClient:
         journal: JournalConfig | None = None,
         keys: Keys | None = None,
         bind: str = "",
+        advertise: str = "",
         weight: int = 1,
         keep: bool = False,
     ) -> None:
         """Connect; the arguments are AsyncRolloutClient's."""
         self._client = AsyncRolloutClient(
-            router, folder, journal=journal, keys=keys, bind=bind, weight=weight, keep=keep
+            router,
+            folder,
+            journal=journal,
+            keys=keys,
+            bind=bind,
+            advertise=advertise,
+            weight=weight,
+            keep=keep,
         )
         self._pid = os.getpid()
         self._lock = threading.Lock()

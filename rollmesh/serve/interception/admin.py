@@ -134,11 +134,13 @@ class AdminRoutes:
         *,
         scheme: str = "http",
         is_public: bool = False,
+        public_url: str = "",
     ) -> None:
         """Create the handler.
 
         `sampling` are training's rules, `scheme` is that of returned addresses unless a proxy names
-        another, `is_public` says that other machines can reach the gateway.
+        another, `is_public` says that other machines can reach the gateway. `public_url` is the
+        address for agents; '' for the one by which the caller reached the gateway.
         """
         self._registry = registry
         self._token = token.encode()
@@ -147,6 +149,7 @@ class AdminRoutes:
         self._health = health
         self._scheme = scheme
         self._is_public = is_public
+        self._public_url = public_url
 
     async def handle(self, request: HttpRequest, path: str) -> bool:
         """Answer an admin request; return False for any other."""
@@ -227,7 +230,7 @@ class AdminRoutes:
         if len(metadata) > MAX_METADATA_BYTES:
             why = f"metadata: {len(metadata)} bytes; at most {MAX_METADATA_BYTES}"
             raise SessionError(413, "metadata_too_large", why)
-        base = _address(request, self._scheme)
+        base = self._public_url or _address(request, self._scheme)
         policy = policy_of(body.sampling, self._sampling) if body.sampling else None
         opened = self._registry.open(CaptureOptions(policy, body.seed), metadata)
         answer = {

@@ -25,14 +25,14 @@ from typing import Any, Literal
 import msgspec
 import uvloop
 
-from rollmesh.core.addresses import is_loopback
+from rollmesh.core.addresses import is_loopback, public_url, split_address, with_host
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.metrics import Exposition, Figure, Inventory
-from rollmesh.core.process import Ready, announce, listen, stop_event
+from rollmesh.core.process import Ready, announce, http_address, listen, stop_event
 from rollmesh.runtime import blobs
 from rollmesh.runtime.heap_trimmer import HeapTrimmer
 from rollmesh.runtime.registry import GC_THRESHOLDS
@@ -135,6 +135,7 @@ async def _serve(
         if journal is not None:
             exposition.add(lambda: journal_figures(journal))
         inventory = Inventory()
+        shown = http_address(listening, options.config.network.advertise)
         admin = AdminRoutes(
             registry,
             options.admin_token,
@@ -143,6 +144,7 @@ async def _serve(
             lambda: _health(options.capture, backend),
             scheme="http" if tls is None else "https",
             is_public=not is_loopback(listening.getsockname()[0]),
+            public_url=interception.public_url and public_url(interception.public_url, shown),
         )
         frontend = backend.serve(admin.handle)
         count_blobs(inventory)
@@ -157,9 +159,10 @@ async def _serve(
             gc.set_threshold(*GC_THRESHOLDS)
             trimmer.start()
             address = await frontend.start(listening, tls)
-            announce(options.ready_fd, Ready("gateway", os.getpid(), address))
-            options.print_line(f"rollmesh gateway: {address} (capture {options.capture})")
-            log.info("gateway.started", address=address, capture=options.capture)
+            shown = with_host(address, split_address(shown)[0])
+            announce(options.ready_fd, Ready("gateway", os.getpid(), shown))
+            options.print_line(f"rollmesh gateway: {shown} (capture {options.capture})")
+            log.info("gateway.started", address=shown, capture=options.capture)
             await stop.wait()
             log.info("gateway.stopping", num_open=backend.num_open())
             await frontend.stop()

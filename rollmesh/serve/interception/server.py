@@ -14,7 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from rollmesh.core.clock import SystemClock
-from rollmesh.core.process import http_address
+from rollmesh.core.process import local_http_address
 from rollmesh.serve.interception.body_limits import BodyBudget
 from rollmesh.serve.interception.connection import (
     AgentConnection,
@@ -61,8 +61,10 @@ class HttpServer:
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def start(self, listening: socket.socket, tls: ssl.SSLContext | None = None) -> str:
-        """Serve on the socket; return the base address, `http://host:port` or https with `tls`."""
-        address = http_address(listening)
+        """Serve on the socket; return the base address for this machine, `http://host:port` or
+        https with `tls`.
+        """
+        address = local_http_address(listening)
         if tls is not None:
             address = address.replace("http://", "https://", 1)
         loop = asyncio.get_running_loop()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollmesh.core.addresses import advertised
 from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import AddressError
@@ -254,8 +255,10 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
         ),
         changes,
     )
-    status_url = http_address(listening)
-    loop = RouterLoop(config, fleet, hub, side, board, clock, status_url, changes_file)
+    host = config.network.advertise
+    address = advertised(hub.address, config.router.advertise or host)
+    status_url = http_address(listening, host)
+    loop = RouterLoop(config, fleet, hub, side, board, clock, address, status_url, changes_file)
     stop = Stop(bell.ring)
     for url in engines.urls or config.engine.urls:
         loop.join_engine(url, is_asleep=engines.are_asleep)
@@ -264,8 +267,8 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
     gc.set_threshold(*GC_THRESHOLDS)
     side.start()
     keeper.start()
-    announce(ready_fd, Ready("router", os.getpid(), hub.address, http_address(listening)))
-    log.info("router.started", address=hub.address, http_address=http_address(listening))
+    announce(ready_fd, Ready("router", os.getpid(), address, status_url))
+    log.info("router.started", bound=hub.address, address=address, http_address=status_url)
     try:
         while not stop.is_asked:
             wait([hub], bell, loop.idle_s())
@@ -299,12 +302,15 @@ class RouterLoop:
         side: SideThread,
         board: SnapshotCell[RouterStatus],
         clock: Clock,
+        address: str,
         status_url: str,
         changes: ChangesFile,
     ) -> None:
+        """`address` and `status_url` are reported to peers."""
         self.incarnation = new_id("i")
         self._model = config.model
         self._changes = changes
+        self._address = address
         self._status_url = status_url
         self._tick_s = config.router.beat_s / 2
         self._hub = hub
@@ -378,7 +384,7 @@ class RouterLoop:
             self._step_fleet(event)
             return
         if isinstance(message, AskAddresses):
-            answer = AddressesAnswered(message.ask_id, self._hub.address, self._status_url)
+            answer = AddressesAnswered(message.ask_id, self._address, self._status_url)
             self._send([Send(route, answer)])
             return
         if isinstance(message, ListEngines):
@@ -475,9 +481,7 @@ class RouterLoop:
             "unsent": self._hub.num_unsent,
         }
         status = status_of(self.incarnation, self._group_scheduler, self._fleet.table(), counts)
-        status = msgspec.structs.replace(
-            status, address=self._hub.address, status_url=self._status_url
-        )
+        status = msgspec.structs.replace(status, address=self._address, status_url=self._status_url)
         self._board.publish(status)
         before, self._num_body_bytes = (
             self._num_body_bytes,

@@ -149,7 +149,7 @@ def _siblings(
         def borrowed(*, appends: bool, rollout_id: RolloutId = rollout_id) -> Endpoint:
             loan = context.runtime.lend(rollout_id, "score_siblings", appends=appends)
             loans.enter_context(loan)
-            return Endpoint(context.base_url, loan.api_key, context.model_name)
+            return context.endpoint(loan.api_key)
 
         yield Sibling(
             index=each.record.index,

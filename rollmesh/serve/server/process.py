@@ -28,7 +28,7 @@ from pathlib import Path
 
 import uvloop
 
-from rollmesh.core.addresses import is_loopback, names_loopback
+from rollmesh.core.addresses import is_loopback, names_loopback, public_url
 from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import EnvError, SessionError, UserError
@@ -43,6 +43,7 @@ from rollmesh.core.process import (
     USAGE,
     Ready,
     announce,
+    http_address,
     listen,
     pid_space,
     stop_event,
@@ -332,9 +333,10 @@ async def _serve(
         )
         clock = SystemClock()
         paused_s = FleetPauses(worker.view, clock).paused_s
-        url = f"{address}/v1"
+        shown = http_address(listening, config.network.advertise, settings.router)
+        url, local = f"{public_url(config.interception.public_url, shown)}/v1", f"{address}/v1"
         context = WorkerContext(
-            env, runtime, url, model_name, config.worker, clock, calls, paused_s
+            env, runtime, url, model_name, config.worker, clock, calls, paused_s, local
         )
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -342,8 +344,8 @@ async def _serve(
         worker.begin(context)
         beats.start(loop)
         stack.callback(beats.close)
-        announce(ready_fd, Ready(worker_id, os.getpid(), address))
-        log.info("worker.started", address=address, env=config.env)
+        announce(ready_fd, Ready(worker_id, os.getpid(), shown))
+        log.info("worker.started", address=address, agents_url=url, env=config.env)
         leaving = await worker.serve(stop)
     log.info("worker.left", reason=str(leaving))
     return leaving

@@ -47,13 +47,19 @@ class WorkerContext(msgspec.Struct, frozen=True):
     env: Env
     runtime: Runtime
     base_url: str
-    """Base URL of the interception server, with `/v1`."""
+    """Base URL that agents are given, with `/v1`."""
     model_name: str
     settings: WorkerConfig
     clock: Clock
     calls: EnvCalls = msgspec.field(default_factory=EnvCalls)
     paused_s: Callable[[], float] = never_paused
     """A sum that grows while no engine can serve; time limits of rollouts do not count it."""
+    local_url: str = ""
+    """Base URL for agents on this machine, with `/v1`; '' if it is `base_url`."""
+
+    def endpoint(self, api_key: str) -> Endpoint:
+        """Return the endpoint of the session with this key."""
+        return Endpoint(self.base_url, api_key, self.model_name, self.local_url or self.base_url)
 
 
 class EnvFault(NamedTuple):
@@ -200,7 +206,7 @@ def _shown(value: object) -> str:
 
 
 async def _play_once(context: WorkerContext, opened: OpenSession, ask: GroupAsk) -> _Verdict:
-    agent = Endpoint(context.base_url, opened.api_key, context.model_name)
+    agent = context.endpoint(opened.api_key)
 
     def when_over() -> None:
         opened.session.seal("the rollout was ended")

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from rollmesh.core.addresses import is_loopback, split_address
 from rollmesh.core.descriptors import share_in_use
 from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import new_id
@@ -144,11 +145,23 @@ class WorkerTransport:
                 # The asking client's mistake; it gives up, or leaves, and the group is cancelled.
                 log.error("sink.refused", error=str(error))
                 return None
+            self._warn_of_loopback(dialer.address)
             dialer.attach(loop, lambda packet: self._on_packet(route, packet))
             sink = self._sinks[route] = _Sink(dialer)
         sink.used_s = loop.time()
         self._sinks.move_to_end(route)
         return sink.dialer
+
+    def _warn_of_loopback(self, sink: str) -> None:
+        """Log that results would never arrive if the client is on another machine."""
+        if is_loopback(split_address(sink)[0]) and not is_loopback(
+            split_address(self._router.address)[0]
+        ):
+            why = (
+                "an address of this machine: if the client is on another, results cannot reach it; "
+                "give it an address that workers reach (trainer.bind, or network.advertise there)"
+            )
+            log.warning("sink.on_loopback", sink=sink, why=why)
 
     def _dial(self, address: str) -> Dialer:
         try:

@@ -50,10 +50,17 @@ class ResumePoint(msgspec.Struct, frozen=True):
 def open_client(config: Config, router: str) -> RolloutClient:
     """Open the run's client; UserError if another trainer uses its journal, or if that is
     damaged."""
-    folder, bind = config.run_folder(), config.trainer.bind
+    folder, keys = config.run_folder(), read_keys(role=Role.PUBLISHER)
+    advertise = config.trainer.advertise or config.network.advertise
     try:
         return RolloutClient(
-            router, config.journal, folder, read_keys(role=Role.PUBLISHER), bind=bind, keep=True
+            router,
+            config.journal,
+            folder,
+            keys,
+            bind=config.trainer.bind,
+            advertise=advertise,
+            keep=True,
         )
     except JournalDamaged as error:
         raise UserError(

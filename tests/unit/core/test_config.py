@@ -35,7 +35,7 @@ def test_a_written_configuration_is_read_back(tmp_path: Path) -> None:
     [
         (
             "foo = 1",
-            "unknown key 'foo'; there are env, env_settings, pass_threshold, run, model, ",
+            "unknown key 'foo'; there are env, env_settings, pass_threshold, run, network, model, ",
         ),
         ('[router]\nbeat_s = "x"', "router.beat_s: expected `float`, got `str`"),
         ("[trainer]\nclip_low = 2.0", "trainer.clip_low: expected `float` <= 1.0"),
@@ -57,7 +57,7 @@ def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, text: str, err
     ("text", "error"),
     [
         ("[trainer]\nnum_step = 3", "'trainer.num_step'; did you mean 'trainer.num_steps'"),
-        ("[trainer]\nlr = 3", "'trainer.lr'; [trainer] has bind, num_steps, "),
+        ("[trainer]\nlr = 3", "'trainer.lr'; [trainer] has bind, advertise, num_steps, "),
         ("num_steps = 3", "'num_steps'; did you mean 'trainer.num_steps'? "),
         ("[model]\nlearning_rate = 3", "did you mean 'trainer.learning_rate'? "),
         ("[trainr]\nnum_steps = 3", "'trainr'; did you mean 'trainer'? "),

@@ -43,7 +43,7 @@ def test_the_router_starts_before_the_engine_with_its_address() -> None:
 def test_the_next_router_listens_where_the_last_one_did() -> None:
     router = by_role(plan_mesh(CONFIG, PATH))["router"]
     assert router.on_death is OnDeath.RESTART
-    assert fill(router.again, {"router": "tcp://h:1"}) == ("--bind", "tcp://h:1")
+    assert fill(router.again, {"router": "tcp://h:1"}) == ("--known-as", "tcp://h:1")
 
 
 def test_an_engine_that_dies_does_not_end_the_run() -> None:

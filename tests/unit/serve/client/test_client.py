@@ -3,13 +3,14 @@
 import math
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollmesh.core.addresses import own_address, split_address
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import AddressError, ConfigError, JournalError, Overloaded, WireError
 from rollmesh.core.ids import GroupId
@@ -19,12 +20,13 @@ from rollmesh.serve.client.client import (
     Dropped,
     Finished,
     RolloutClient,
-    facing,
+    address_here,
     listen,
 )
 from rollmesh.serve.client.journal import History
 from rollmesh.serve.client.journal_entries import Published, StateSaved, StepTaken
 from rollmesh.wire.frames import decode_ask
+from rollmesh.wire.keys import new_keys
 from rollmesh.wire.messages import (
     AskGroup,
     AskRefused,
@@ -154,11 +156,41 @@ def test_two_clients_do_not_share_a_journal(router: FakeRouter, tmp_path: Path) 
     client.close()
 
 
-def test_a_sink_address_that_workers_cannot_reach_is_refused(tmp_path: Path) -> None:
-    for bind in ("tcp://0.0.0.0:0", "tcp://*:5556", "tcp://[::]:5556"):
-        with pytest.raises(AddressError, match="peers receive this address and cannot dial it"):
-            RolloutClient("tcp://127.0.0.1:1", CONFIG, tmp_path, bind=bind)
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(
+    ("advertise", "expected"),
+    [("", own_address()), ("gpu-1", "gpu-1"), ("tcp://nat.example:30556", "nat.example")],
+)
+def test_a_sink_on_all_interfaces_has_an_address_that_workers_can_reach(
+    router: FakeRouter, tmp_path: Path, advertise: str, expected: str
+) -> None:
+    keys = new_keys(tmp_path / "keys")
+    with closing(
+        RolloutClient(
+            router.hub.address, CONFIG, tmp_path, keys, bind="tcp://0.0.0.0:0", advertise=advertise
+        )
+    ) as client:
+        assert split_address(client.address)[0] == expected
+
+
+def test_a_client_that_comes_back_has_its_address_again(router: FakeRouter, tmp_path: Path) -> None:
+    keys = new_keys(tmp_path / "keys")
+    addresses = []
+    for _ in range(2):
+        with closing(
+            RolloutClient(
+                router.hub.address,
+                CONFIG,
+                tmp_path,
+                keys,
+                bind="tcp://0.0.0.0:0",
+                advertise="gpu-1",
+                keep=True,
+            )
+        ) as client:
+            client.start()
+            ask(client)
+            addresses.append(client.address)
+    assert addresses[0] == addresses[1]
 
 
 def test_weight_and_keep_are_sent_in_the_hello(router: FakeRouter, tmp_path: Path) -> None:
@@ -355,9 +387,9 @@ def test_a_watcher_is_called_once_until_the_results_are_taken(
 
 
 def test_the_sink_listens_on_an_address_that_the_router_can_reach() -> None:
-    assert facing("tcp://127.0.0.1:5555") == "127.0.0.1"
-    assert facing("tcp://[::1]:5555") in ("[::1]", "127.0.0.1")  # without IPv6 only loopback
-    assert facing("tcp://no such host:5555") == "127.0.0.1"
+    assert address_here("tcp://127.0.0.1:5555") == "127.0.0.1"
+    assert address_here("tcp://[::1]:5555") in ("::1", own_address())  # without IPv6 the latter
+    assert address_here("tcp://no such host:5555") == own_address()
 
 
 def test_closing_a_client_twice_closes_no_file_opened_since(
