@@ -10,15 +10,14 @@
 - A dial that fails for a shortage of this process or machine is repeated for `shortage_wait_s`,
   then ends in LocalShortage, so that callers do not blame the engine. A connection of the same
   origin that becomes idle meanwhile carries the call.
-- There is no time limit on an answer: the caller closes the call.
+- There is no time limit on an answer: the caller closes the call. A peer that lost power or is cut
+  off is an error after DEAD_S.
 """
 
 import asyncio
 import functools
 import re
-import socket
 import ssl
-import sys
 import types
 from collections.abc import Iterable, Sequence
 from typing import Self
@@ -39,6 +38,7 @@ from rollmesh.engine.connection import (
     Target,
     one_line,
 )
+from rollmesh.wire.sockets import notice_death
 
 IDLE_S = 4.0
 """Idle connections are closed after this; SGLang's server closes its own after 5 s."""
@@ -51,8 +51,6 @@ LAST_PAUSE_S = 1.0
 """Pauses between these dials; each is twice the one before, up to the last."""
 SHORTAGE_LOG_S = 30.0
 """Interval at which a lasting shortage is logged."""
-KEEPALIVE_S = 15
-"""Idle time before TCP keepalive probes, where `keepalive` is set."""
 _CLOSED = "this process hung up"
 _TARGET = re.compile(r"[\x21-\x7e]+")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -107,15 +105,11 @@ class HttpClient:
         self,
         tls: ssl.SSLContext | None = None,
         *,
-        keepalive: bool = False,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         shortage_wait_s: float = SHORTAGE_WAIT_S,
     ) -> None:
-        """`tls` is for https; by default the system's authorities are trusted. With `keepalive`, a
-        peer that vanishes without closing its connection is an error within about a minute; callers
-        that wait for an answer without a limit need it."""
+        """`tls` is for https; by default the system's authorities are trusted."""
         self._tls = tls
-        self._keepalive = keepalive
         self._connect_timeout_s = connect_timeout_s
         self._shortage_wait_s = shortage_wait_s
         self._shortage_logged_s = float("-inf")
@@ -302,8 +296,8 @@ class HttpClient:
             # The connection may have just been made, and uvloop closes it without a callback.
             self.lost(connection)
             raise
-        if self._keepalive and connection.transport:
-            _set_keepalive(connection.transport.get_extra_info("socket"))
+        if connection.transport:
+            notice_death(connection.transport.get_extra_info("socket"))
         return connection
 
 
@@ -330,14 +324,6 @@ class _Collector:
     def on_error(self, error: EngineUnavailable) -> None:
         if not self.response.done():
             self.response.set_exception(error)
-
-
-def _set_keepalive(carrier: socket.socket) -> None:
-    carrier.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        carrier.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
-        carrier.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
-        carrier.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 def _is_open(connection: HttpConnection) -> bool:

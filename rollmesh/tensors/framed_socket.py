@@ -20,7 +20,6 @@ from typing import Final
 from rollmesh.core.errors import WireError
 from rollmesh.core.process import close_in_children
 from rollmesh.tensors.frames import LENGTH_BYTES, MAX_HEADER_BYTES, length_of
-from rollmesh.wire.sockets import DEAD_S, IDLE_S, PROBE_S
 
 PATIENCE_S: Final = 30.0
 MAX_BUFFERS: Final = 1024
@@ -30,6 +29,9 @@ WINDOW_BYTES: Final = 2**20
 STEP_BYTES: Final = 2**16
 """Size of the steps in which a header is received."""
 CONNECTION_CLOSED: Final = "hung up"
+IDLE_S, PROBE_S, DEAD_S = 30, 10, 60
+"""The kernel probes a peer that is silent for IDLE_S every PROBE_S, and closes its connection after
+DEAD_S. Longer than for messages: a transfer that is cut off begins again."""
 
 
 class FramedSocket:
@@ -174,7 +176,7 @@ def loss_reason(error: Exception) -> str:
 
 
 def _notice_death(connected: socket.socket, dead_s: int) -> None:
-    """Detect a machine that lost power, with the times of wire/sockets.py; disabled for 0."""
+    """Detect a machine that lost power; disabled for 0."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(dead_s > 0))
     if sys.platform == "linux":
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)

@@ -14,6 +14,8 @@ import contextlib
 import math
 import os
 import secrets
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,10 +40,13 @@ sent as several frames (frames.py)."""
 MAX_MESSAGE_BYTES = 2**30
 """Bytes of all frames of a message. A longer one is skipped after its arrival: zmq gathers all
 frames of a message before it delivers the first."""
-IDLE_S, PROBE_S, DEAD_S = 30, 10, 60
+IDLE_S, PROBE_S, DEAD_S = 4, 2, 10
 """The kernel probes a peer that is silent for IDLE_S every PROBE_S, and closes its connection after
-DEAD_S: one that lost power or is behind a firewall that dropped the state does not close it
-(tcp(7), keepalive and TCP_USER_TIMEOUT). A stopped process stays connected: its kernel answers."""
+DEAD_S (tcp(7), keepalive and TCP_USER_TIMEOUT): the peer lost power or the network is cut. TCP
+doubles the pause before each repetition, so an old connection would be silent for as long again
+after a cut; a new one is not. A stopped process stays connected: its kernel answers."""
+CONNECT_TIMEOUT_S = 2.0
+"""A Dialer's attempt to connect ends after this and the next begins, for the same reason."""
 HANDSHAKE_S = 10.0
 """Connections without a completed handshake are closed after this time."""
 SPARE_DESCRIPTORS = 16
@@ -219,6 +224,7 @@ class Dialer:
         self.socket.setsockopt_string(zmq.IDENTITY, f"{identity}{end}")
         self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, int(CONNECT_TIMEOUT_S * 1000))
         if keys:
             _sign(self.socket, target, keys, server)
         try:
@@ -298,6 +304,15 @@ def wait(sockets: Sequence[Hub | Dialer], doorbell: WakeSignal | None, timeout_s
     readable = zmq.zmq_poll([*asked, (bell, _POLLIN)], math.ceil(timeout_s * 1000))
     if any(each is bell for each, _ in readable):
         doorbell.hush()
+
+
+def notice_death(connected: socket.socket) -> None:
+    """Make the kernel close a TCP connection whose other end has been silent for DEAD_S."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_S * 1000)
 
 
 def _departures_of(socket: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":

@@ -90,7 +90,7 @@ class CoordinatorShell:
         self._clock = clock or SystemClock()
         started_s = self._clock.unix_s()
         self.machine = Coordinator(msgspec.structs.replace(ask.settings, started_s=started_s))
-        self._http = HttpClient(keepalive=True, connect_timeout_s=ask.engine.connect_timeout_s)
+        self._http = HttpClient(connect_timeout_s=ask.engine.connect_timeout_s)
         self._engine_ops = EngineOps(self._http, ask.weights, self._step, ask.engine)
         self._incarnations = {SCHEDULER: "", ROUTER: ""}
         self._is_announced = False

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.core.errors import WireError
-from rollmesh.tensors.framed_socket import MAX_BUFFERS, FramedSocket
+from rollmesh.tensors.framed_socket import DEAD_S, MAX_BUFFERS, FramedSocket
 from rollmesh.tensors.frames import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -44,7 +44,6 @@ from rollmesh.tensors.frames import (
     pack_numbers,
     unpack_numbers,
 )
-from rollmesh.wire.sockets import DEAD_S
 
 ASKS: list[Request] = [
     Hello(1, b"n" * NONCE_BYTES),

@@ -305,7 +305,7 @@ async def test_an_operation_ends_with_its_engine(sender: OpSender, tmp_path: Pat
 
 
 async def test_a_look_is_cancelled_for_a_newer_operation(sender: OpSender, tmp_path: Path) -> None:
-    async with HttpClient(keepalive=True) as http:
+    async with HttpClient() as http:
         engine_ops = EngineOps(http, tmp_path, sender.add)
         sender.network.hold("/model_info")
         sender.send(engine_ops, EngineOp.LOOK)
