@@ -17,9 +17,9 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 from rollmesh import __version__
-from rollmesh.core.errors import UserError
+from rollmesh.core.errors import RankGone, UserError
 from rollmesh.core.files import restricted_files
-from rollmesh.core.process import INTERRUPTED, OK, USAGE, attach_to_launcher, is_launched
+from rollmesh.core.process import FAILED, INTERRUPTED, OK, USAGE, attach_to_launcher, is_launched
 from rollmesh.core.redaction import redact_output
 from rollmesh.core.text import instead_of, printable_lines
 
@@ -51,6 +51,7 @@ VERBS = {
     "gateway": Verb("rollmesh.cli.gateway:main", "serve capture sessions to agents elsewhere"),
     "coordinator": Verb("rollmesh.cli.coordinator:main", "share a run's GPUs with other runs"),
     "train": Verb("rollmesh.cli.processes:train", "run a trainer process"),
+    "rank": Verb("rollmesh.cli.processes:rank", "run one rank of a trainer on another host"),
     "scheduler": Verb("rollmesh.cli.scheduler:main", "share one GPU fleet between pipelines"),
     "keys": Verb("rollmesh.cli.files:keys", "manage the keys of a mesh across machines"),
     "healthy": Verb("rollmesh.cli.healthy:main", "check that a process serves (health check)"),
@@ -106,6 +107,9 @@ def run(words: list[str]) -> int:
         return load(verb)(words[1:])
     except UserError as error:
         return report_error(str(error))
+    except RankGone as error:  # a fault: after a restart, the trainer resumes from its files
+        report_error(str(error))
+        return FAILED
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise

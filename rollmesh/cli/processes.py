@@ -33,7 +33,15 @@ from rollmesh.core.errors import AddressError, ConfigError, ModelError
 from rollmesh.core.ids import new_id
 from rollmesh.core.model_folders import why_no_folder
 from rollmesh.core.orphans import mark_self, start_orphan_reaper
-from rollmesh.core.process import OK, Stop, is_launched, wait_for_go
+from rollmesh.core.process import (
+    OK,
+    Ready,
+    Stop,
+    announce,
+    die_with_parent,
+    is_launched,
+    wait_for_go,
+)
 from rollmesh.core.run_state import RunState
 from rollmesh.core.secret_files import begin_without_secrets, protect_memory, read_root_files
 
@@ -174,6 +182,7 @@ def train(argv: list[str]) -> int:
     )
     from rollmesh.launch.folder import RunFolder, why_done
     from rollmesh.launch.telemetry import TelemetryThread
+    from rollmesh.trainer.joining import TorchrunJob, run_rank
     from rollmesh.trainer.process import run
 
     arguments = parser("train", "Train on the rollouts of a mesh.")
@@ -190,7 +199,14 @@ def train(argv: list[str]) -> int:
     add_go_on(arguments)
     add_until_done(arguments)
     options = arguments.parse_args(pass_gate(argv))
+    job = None if is_launched() else TorchrunJob.find()
+    if job:
+        die_with_parent()
+        job.check(config_of(options).trainer.num_ranks)
+        options.overrides += [f"trainer.num_ranks={job.num_ranks}", "trainer.num_local_ranks=1"]
     share, config = share_of(options), settings_of(options)
+    if job and job.rank:
+        return run_rank(config, job.rank, job.address(), job.local_rank, job.num_sharing)
     if options.ready_fd is not None:
         return run(config, options.router, options.ready_fd, share)
     if options.until_done and why_done(config):
@@ -199,7 +215,7 @@ def train(argv: list[str]) -> int:
     folder = RunFolder(config, resume=options.resume, resume_command=command)
     try:
         with TelemetryThread(options.status, "trainer", folder, SystemClock(), config.launch):
-            code = run(config, options.router, None, share)
+            code = run(config, options.router, None, share, job)
     except BaseException as error:
         folder.end(RunState.FAILED, str(error) or type(error).__name__)
         raise
@@ -225,6 +241,30 @@ def wait_done(config: Config) -> int:
             stopping.wait(BIND_AGAIN_S)
     stopping.wait()
     return OK
+
+
+def rank(argv: list[str]) -> int:
+    """Run one rank of a trainer on another host."""
+    from rollmesh.trainer.joining import run_rank
+
+    arguments = parser("rank", "Run one rank of a trainer that has ranks on several hosts.")
+    add_process_options(arguments)
+    arguments.add_argument("--rank", type=int, required=True, help="its number, from 1")
+    arguments.add_argument(
+        "--controller",
+        required=True,
+        metavar="ADDRESS",
+        help="tcp:// address at which the trainer waits for ranks (its trainer.rank_bind)",
+    )
+    arguments.add_argument(
+        "--local-rank",
+        type=int,
+        default=0,
+        help="its number among the ranks of this host, and of its GPU (default: 0)",
+    )
+    options = arguments.parse_args(pass_gate(argv))
+    announce(options.ready_fd, Ready(f"rank-{options.rank}", os.getpid(), ""))
+    return run_rank(config_of(options), options.rank, options.controller, options.local_rank)
 
 
 def with_newest(argv: list[str]) -> list[str]:

@@ -229,6 +229,12 @@ class TrainerConfig(Section, frozen=True):
     """Train steps of the run."""
     num_ranks: Positive = 1
     """Processes that train together, each with a shard of the model and own rows (default: 1)."""
+    num_local_ranks: NonNegative = 0
+    """Ranks that the trainer starts on its own host; the others are started elsewhere, by torchrun
+    or `rollmesh rank`, and dial in (docs/howto/ranks.md). 0 (default): all."""
+    rank_bind: str = ""
+    """ZMQ address that ranks started elsewhere dial: an address of this host or a network interface
+    (tcp://eth0:5557). Empty: a free port that faces them."""
     groups_per_step: Positive = 16
     """Groups in one train step (default: 16)."""
     samples_per_group: Positive = 16
@@ -306,6 +312,9 @@ class TrainerConfig(Section, frozen=True):
     scheduler that is reachable and does not confirm it (default: 10)."""
     rank_start_timeout_s: PositiveSeconds = 120.0
     """Seconds in which all ranks must meet and load the model (default: 120)."""
+    rank_silence_s: PositiveSeconds = 30.0
+    """Seconds after which a rank, or the trainer, that is silent is lost, and all ranks end
+    (default: 30)."""
     rank_exit_timeout_s: NonNegativeSeconds = 10.0
     """Seconds that ranks have to end by themselves before they are killed (default: 10)."""
     train_branches: tuple[Branch, ...] = ("main", "subagent")
@@ -314,6 +323,16 @@ class TrainerConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         if self.advertise and (why := why_not_dialable(self.advertise)):
             raise ValueError(f"advertise: {why}")
+        if self.num_local_ranks > self.num_ranks:
+            raise ValueError(
+                f"num_local_ranks = {self.num_local_ranks} is more than num_ranks = "
+                f"{self.num_ranks}; lower it, or set 0 for all"
+            )
+
+    @property
+    def local_ranks(self) -> int:
+        """Number of ranks that the trainer starts itself."""
+        return self.num_local_ranks or self.num_ranks
 
 
 class PublishConfig(Section, frozen=True):

@@ -299,10 +299,13 @@ class RankError(RollmeshError):
 class RankGone(RankError):
     """A rank ended or is silent; collectives cannot continue, so all ranks end."""
 
-    def __init__(self, rank: int, cause: str) -> None:
-        super().__init__(f"rank {rank} is gone: {cause}; all ranks have to restart")
+    def __init__(self, rank: int, cause: str, host: str = "") -> None:
+        """`host` is the name of its machine; '' if it is the trainer's or unknown."""
+        place = f" on {host}" if host else ""
+        super().__init__(f"rank {rank}{place} is gone: {cause}; all ranks have to restart")
         self.rank = rank
         self.cause = cause
+        self.host = host
 
 
 class CallFailed(RankError):

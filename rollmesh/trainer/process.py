@@ -15,14 +15,15 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from rollmesh.core.addresses import with_host
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
-from rollmesh.core.errors import JournalError, UserError
+from rollmesh.core.errors import JournalError, RankError, UserError
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import INTERRUPTED, OK, Ready, Stop, announce
 from rollmesh.core.share import Share, check_may_share
 from rollmesh.envs.loading import load_env
-from rollmesh.serve.client.client import RolloutClient
+from rollmesh.serve.client.client import RolloutClient, address_here
 from rollmesh.trainer.algorithms.registry import find_advantage, find_loss
 from rollmesh.trainer.checkpoints.recovery import (
     ResumePoint,
@@ -34,7 +35,9 @@ from rollmesh.trainer.checkpoints.recovery import (
 )
 from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
 from rollmesh.trainer.checkpoints.store import CheckpointStore
+from rollmesh.trainer.controller.spec import Meeting
 from rollmesh.trainer.gpu_lease import STOP_SHARE, GpuLease, gpu_lease_of
+from rollmesh.trainer.joining import TorchrunJob, numeric
 from rollmesh.trainer.loop import TrainablePolicy, TrainerDeps, TrainLoop
 from rollmesh.trainer.models.folders import num_parameters_in
 from rollmesh.trainer.pacing.pacer import Pacer
@@ -42,7 +45,6 @@ from rollmesh.trainer.pacing.requester import RequestSettings, endless_tasks
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.ranks import resolve_device
-from rollmesh.trainer.reports.exactness import FenceRequested
 from rollmesh.trainer.reports.learning_curve import draw_learning
 from rollmesh.trainer.reports.records import RunRecords, Tally, restarts_of, write_summary
 from rollmesh.trainer.staleness import Staleness
@@ -57,20 +59,22 @@ HIGH_RATE = 1e-4
 """From this learning rate on, a pretrained model of that size forgets what it knew."""
 
 
-def run(config: Config, router: str, ready_fd: int | None, share: Share | None = None) -> int:
-    """Train until done, or until SIGTERM or SIGINT; `share` is the run's part in a shared fleet.
+def run(
+    config: Config,
+    router: str,
+    ready_fd: int | None,
+    share: Share | None = None,
+    job: TorchrunJob | None = None,
+) -> int:
+    """Train until done, or until SIGTERM or SIGINT; `share` is the run's part in a shared fleet,
+    `job` the torchrun that started this process and the other ranks.
 
     Return the exit code: OK when all steps are done, INTERRUPTED when a signal came before that.
     """
     folder = config.run_folder()
     setup("trainer", folder, on_console=ready_fd is None)
-    config = with_device(config)
-    find_loss(config.trainer.loss)
-    find_advantage(config.trainer.advantage)
-    if share:
-        check_may_share(config)
-    for event, why, fix in warnings_of(config):
-        log.warning(event, why=why, fix=fix)
+    config = with_device(config, job)
+    check_settings(config, share)
     stop = stop_by_signal()
     env = load_env(config.env, config.env_settings)
     gpu_lease = gpu_lease_of(share, stop, config.trainer.withdraw_timeout_s)
@@ -78,7 +82,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     recovery = revival.recovery
     staleness = restored_staleness(config, revival)
     timeouts = close_timeouts(config)
-    policy = build(config, staleness, gpu_lease)
+    policy = build(config, staleness, gpu_lease, meeting_of(config, router, stop, job))
     if policy is None:
         leave_unbuilt(client, gpu_lease, timeouts.stop_wait_s)
         return INTERRUPTED
@@ -93,13 +97,9 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     )
     pacer.resume(recovery)
     background = BackgroundLoop("publisher")
-    keys = read_keys(role=Role.PUBLISHER)
-    shell = PublishShell(router, config.publish, keys, client.client_id, config.engine)
+    shell = open_publisher(config, router, client)
     weights = WeightVersions(folder / "weights", background, shell.is_loading, shell.fleet)
     weights.policy_version = recovery.policy_version - 1
-
-    def fence(asked: FenceRequested) -> None:
-        background.post(lambda: shell.fence(asked))
 
     parts = TrainerDeps(
         client=client,
@@ -110,13 +110,29 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
         records=records,
         tally=tally,
         checkpoints=checkpoints,
-        fence=fence,
+        fence=lambda asked: background.post(lambda: shell.fence(asked)),
         gpu_lease=gpu_lease,
     )
     gc.freeze()  # torch alone is 400,000 objects, which no collection needs to visit
     loop = TrainLoop(config, parts, stop)
     is_done = train(loop, recovery, parts, (background, shell), timeouts)
     return OK if is_done else INTERRUPTED
+
+
+def check_settings(config: Config, share: Share | None) -> None:
+    """Raise ConfigError for settings that cannot work, and log a warning for doubtful ones."""
+    find_loss(config.trainer.loss)
+    find_advantage(config.trainer.advantage)
+    if share:
+        check_may_share(config)
+    for event, why, fix in warnings_of(config):
+        log.warning(event, why=why, fix=fix)
+
+
+def open_publisher(config: Config, router: str, client: RolloutClient) -> PublishShell:
+    """Return the publisher of the weights."""
+    keys = read_keys(role=Role.PUBLISHER)
+    return PublishShell(router, config.publish, keys, client.client_id, config.engine)
 
 
 class CloseTimeouts(msgspec.Struct, frozen=True):
@@ -196,11 +212,19 @@ def journal_errors_as_user_errors() -> Iterator[None]:
         raise UserError(f"{error}; {error.remedy}, then --resume") from None
 
 
-def build(config: Config, staleness: Staleness, gpu_lease: GpuLease) -> TrainablePolicy | None:
-    """Return the policy, once its GPUs are granted; None if the run is stopped before."""
+def build(
+    config: Config, staleness: Staleness, gpu_lease: GpuLease, meeting: Meeting
+) -> TrainablePolicy | None:
+    """Return the policy, once its GPUs are granted and its ranks are there; None if the run is
+    stopped before."""
     if not gpu_lease.acquire():
         return None
-    policy = policy_of(config, staleness)
+    try:
+        policy = policy_of(config, staleness, meeting)
+    except RankError:
+        if meeting.stop and meeting.stop.is_set():
+            return None
+        raise
     gpu_lease.attach(policy)
     return policy
 
@@ -212,23 +236,34 @@ def leave_unbuilt(client: RolloutClient, gpu_lease: GpuLease, patience_s: float)
     gpu_lease.close(patience_s)
 
 
-def policy_of(config: Config, staleness: Staleness) -> TrainablePolicy:
+def meeting_of(
+    config: Config, router: str, stop: threading.Event, job: TorchrunJob | None
+) -> Meeting:
+    """Return where ranks join that are started elsewhere; loopback if there are none."""
+    trainer = config.trainer
+    if trainer.local_ranks == trainer.num_ranks:
+        return Meeting(stop=stop)
+    host = job.host(router) if job else address_here(router)
+    bind = numeric(trainer.rank_bind) if trainer.rank_bind else with_host("tcp://:0", host)
+    return Meeting(bind, job.publish if job else Meeting().publish, stop)
+
+
+def policy_of(config: Config, staleness: Staleness, meeting: Meeting) -> TrainablePolicy:
     """Make the policy, in this process or on several ranks; `staleness` paces what it trains."""
     if config.trainer.num_ranks == 1:
         return Policy(config.model.path, config.trainer)
     # Imported here: one rank needs no controller, whose import takes some 65 ms.
     from rollmesh.trainer.ranked import RankedPolicy  # noqa: PLC0415 - only where it is wanted
 
-    folder = config.run_folder()
-    return RankedPolicy(
-        config.model.path, config.trainer, folder, read_keys(role=Role.PUBLISHER), staleness
-    )
+    folder, keys = config.run_folder(), read_keys(role=Role.PUBLISHER)
+    return RankedPolicy(config.model.path, config.trainer, folder, keys, staleness, meeting)
 
 
-def with_device(config: Config) -> Config:
+def with_device(config: Config, job: TorchrunJob | None = None) -> Config:
     """Return the settings with `auto` replaced by a device; raise ConfigError if it is missing."""
     trainer = config.trainer
-    device = str(resolve_device(trainer.device, trainer.num_ranks))
+    num_here = job.num_sharing if job else trainer.local_ranks
+    device = str(resolve_device(trainer.device, num_here))
     return msgspec.structs.replace(config, trainer=msgspec.structs.replace(trainer, device=device))
 
 

@@ -16,6 +16,7 @@ from typing import Any, Self
 import msgspec
 from torch import Tensor
 
+from rollmesh.core.addresses import split_address, with_host
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.errors import CallFailed, CheckpointError, NoRoom
 from rollmesh.core.ids import RolloutId
@@ -31,7 +32,7 @@ from rollmesh.trainer.controller.controller import RankPlan, RoleCall, TrainCont
 from rollmesh.trainer.controller.dispatch import DispatchRule
 from rollmesh.trainer.controller.rank_group import RankGroupSettings
 from rollmesh.trainer.controller.rendezvous import RankContext, gather
-from rollmesh.trainer.controller.spec import PlaneSpec, RoleSpec, Topology
+from rollmesh.trainer.controller.spec import Meeting, PlaneSpec, RoleSpec, Topology
 from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
 from rollmesh.trainer.pacing.ready_queue import StoreAllocator, copy_samples
 from rollmesh.trainer.policy import Policy
@@ -68,6 +69,31 @@ class _Exported(msgspec.Struct, frozen=True):
     """The error of a full disk; the export may be repeated."""
 
 
+def rank_plan(
+    path: str, settings: TrainerConfig, folder: Path, device: str, bind: str = Meeting().bind
+) -> RankPlan:
+    """Return the plan of the ranks that train the model in `path`; the same at each of them."""
+    own = msgspec.structs.replace(settings, device="")  # each rank has its own
+    actor = RoleSpec(
+        make="rollmesh.trainer.ranked:PolicyRole",
+        settings={"path": path, "trainer": msgspec.to_builtins(own)},
+    )
+    return RankPlan(
+        topology=Topology(settings.num_ranks),
+        roles={ROLE: actor},
+        device=device,
+        num_threads=settings.num_threads,
+        settings=RankGroupSettings(
+            start_s=settings.rank_start_timeout_s,
+            exit_s=settings.rank_exit_timeout_s,
+            silence_s=settings.rank_silence_s,
+        ),
+        bind=bind,
+        num_local=settings.local_ranks,
+        folder=str(folder),
+    )
+
+
 class RankedPolicy:
     """A TrainablePolicy on `settings.num_ranks` ranks; see Policy for its methods."""
 
@@ -78,27 +104,17 @@ class RankedPolicy:
         folder: Path,
         keys: Keys | None = None,
         staleness: Staleness | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         """Start the ranks; raise RankGone if one cannot load the model. `staleness` paces what they
-        train."""
-        device = str(resolve_device(settings.device, settings.num_ranks))
-        settings = msgspec.structs.replace(settings, device=device)
-        actor = RoleSpec(
-            make="rollmesh.trainer.ranked:PolicyRole",
-            settings={"path": path, "trainer": msgspec.to_builtins(settings)},
-        )
-        plan = RankPlan(
-            topology=Topology(settings.num_ranks),
-            roles={ROLE: actor},
-            device=device,
-            num_threads=settings.num_threads,
-            settings=RankGroupSettings(
-                start_s=settings.rank_start_timeout_s, exit_s=settings.rank_exit_timeout_s
-            ),
-            folder=str(folder),
-        )
+        train; ranks that are started elsewhere join at `meeting`."""
+        device = str(resolve_device(settings.device, settings.local_ranks))
+        meeting = meeting or Meeting()
+        plan = rank_plan(path, settings, folder, device, meeting.bind)
         self._num_minibatches = settings.num_minibatches
-        self._tensor_runtime = TensorRuntime(PlaneSpec(store_bytes=max_sample_bytes()), keys)
+        bind = with_host("tcp://:0", split_address(meeting.bind)[0])
+        samples = PlaneSpec(bind=bind, store_bytes=max_sample_bytes())
+        self._tensor_runtime = TensorRuntime(samples, keys)
         assert self._tensor_runtime.plane.store is not None
         self.allocator = StoreAllocator(self._tensor_runtime.plane.store)
         """Allocates samples in this process's store."""
@@ -106,7 +122,8 @@ class RankedPolicy:
         self._before = use(self._tensor_runtime.plane)
         """The process's data plane before this one."""
         try:
-            self._controller.start()
+            meeting.publish(self._controller.address)
+            self._controller.start(meeting.stop)
         except BaseException:
             self._leave()
             raise
@@ -223,6 +240,7 @@ class PolicyRole:
 
     def __init__(self, context: RankContext, path: str, trainer: Mapping[str, Json]) -> None:
         settings = msgspec.convert(trainer, TrainerConfig)
+        settings = msgspec.structs.replace(settings, device=context.device)
         self._policy = Policy(path, settings, ShardedRanks(context.mesh["data"]))
 
     def step(

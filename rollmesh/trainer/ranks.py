@@ -179,7 +179,7 @@ AUTO = "auto"
 
 
 def resolve_device(name: str, num_ranks: int = 1) -> torch.device:
-    """Return the device called `name`; `auto` is cuda if there is a GPU for each rank.
+    """Return the device called `name`; `auto` is cuda if there is a GPU for each rank of this host.
 
     Raises ConfigError if there is no such device.
     """

@@ -3,7 +3,7 @@
     rank -> controller   RankHello RankReady RankBeat RankLeft
                          CallStaged CallEnded   (a CallEnded's body: the answer)
                          TensorsReported
-    controller -> rank   FormGroup ControllerBeat EndRank
+    controller -> rank   FormGroup ControllerBeat EndRank AbortRank
                          StageCall RunCall DropCall (a StageCall's body: the arguments)
                          ReadTensors                (body: ids to be cleared, 8 bytes each)
 
@@ -34,6 +34,14 @@ class HeldTensors(msgspec.Struct, frozen=True, array_like=True):
 class RankHello(Message, frozen=True, tag="rank_hello"):
     rank: int
     pid: int
+    host: str = ""
+    """Name of its machine, for messages."""
+    device: str = ""
+    """Type of the device on which it computes."""
+    plan: str = ""
+    """Digest of its topology and roles, which must be those of the controller."""
+    store: str = ""
+    """host:port of the store where ranks meet; rank 0 serves it."""
 
 
 class RankReady(Message, frozen=True, tag="rank_ready"):
@@ -57,6 +65,8 @@ class RankLeft(Message, frozen=True, tag="rank_left"):
 
 class FormGroup(Message, frozen=True, tag="form_group"):
     ended_step: int
+    store: str = ""
+    """host:port of the store where ranks meet."""
 
 
 class ControllerBeat(Message, frozen=True, tag="controller_beat"):
@@ -66,6 +76,13 @@ class ControllerBeat(Message, frozen=True, tag="controller_beat"):
 
 
 class EndRank(Message, frozen=True, tag="end_rank"):
+    ended_step: int
+    reason: str
+
+
+class AbortRank(Message, frozen=True, tag="abort_rank"):
+    """End at once, also within a call: another rank is lost."""
+
     ended_step: int
     reason: str
 
@@ -141,6 +158,7 @@ RankMessage = (
     | FormGroup
     | ControllerBeat
     | EndRank
+    | AbortRank
     | StageCall
     | RunCall
     | DropCall

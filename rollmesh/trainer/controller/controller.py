@@ -15,13 +15,16 @@
 """
 
 import concurrent.futures
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
+import torch
 
+from rollmesh.core.errors import RankError
 from rollmesh.core.logs import get_logger
 from rollmesh.tensors.handles import UNTAGGED, RTensor, collect, transform
 from rollmesh.tensors.segment import SHARED_MEMORY, sweep
@@ -29,7 +32,13 @@ from rollmesh.trainer.controller.answers import Reduce, decode_values, encode_va
 from rollmesh.trainer.controller.dispatch import Arguments, DispatchRule, HeadShare, split_call
 from rollmesh.trainer.controller.hub import Bodies, RankHub
 from rollmesh.trainer.controller.rank_group import NO_STEP, RankGroupSettings
-from rollmesh.trainer.controller.spec import PlaneSpec, RankSpec, RoleSpec, Topology
+from rollmesh.trainer.controller.spec import (
+    PlaneSpec,
+    RankSpec,
+    RoleSpec,
+    Topology,
+    rank_device,
+)
 from rollmesh.trainer.controller.tensor_runtime import (
     Leak,
     OtherOwners,
@@ -44,6 +53,8 @@ from rollmesh.wire.keys import Keys, check_bind
 
 log = get_logger()
 
+STOP_LOOK_S = 0.25
+"""Between two looks at a stop while ranks start."""
 LEAK_PAUSES_S = (0.001, 0.01, 0.1, 0.3)
 """Between two looks at a leak: 0.2 ms were measured on a quiet machine."""
 
@@ -64,8 +75,27 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     settings: RankGroupSettings = RankGroupSettings()
     bind: str = "tcp://127.0.0.1:0"
     """Address that the ranks dial."""
+    num_local: int | None = None
+    """The first ranks that the controller starts itself (default: all). The others are started
+    elsewhere, by torchrun or `rollmesh rank`, and dial in."""
     folder: str = ""
     """Run folder, for logs."""
+
+    def spec(self, address: str, rank: int, device: str) -> RankSpec:
+        """Return the description of one rank, which computes on `device`."""
+        return RankSpec(
+            controller=address,
+            rank=rank,
+            topology=self.topology,
+            roles=dict(self.roles),
+            device=device,
+            num_threads=self.num_threads,
+            plane=self.plane,
+            start_s=self.settings.start_s,
+            beat_s=self.settings.beat_s,
+            silence_s=self.settings.silence_s,
+            folder=self.folder,
+        )
 
 
 class RoleCall(msgspec.Struct, frozen=True):
@@ -106,25 +136,40 @@ class TrainController:
 
         Raises AddressError if `plan.bind` is taken, or an address needs keys.
         """
-        check_bind(plan.plane.bind, keys)
+        check_bind(plan.plane.bind or plan.bind, keys)
         self._plan = plan
         self._tensor_runtime = tensor_runtime
         self._plane = tensor_runtime.plane
         self._heads = plan.topology.heads()
         self._other_owners = OtherOwners(tensor_runtime.plane)
         self._staleness = staleness
-        self._hub = RankHub(plan.bind, keys, plan.settings, self._specs)
+        self._hub = RankHub(plan.bind, keys, plan.settings, self._specs, plan.num_local)
         weakref.finalize(self, self._hub.abandon).atexit = False
         self._ended_step = NO_STEP
 
-    def start(self) -> None:
-        """Start the ranks and wait until all are ready; raise RankGone if one cannot be."""
+    @property
+    def address(self) -> str:
+        """Address that ranks dial."""
+        return self._hub.address
+
+    def start(self, stop: threading.Event | None = None) -> None:
+        """Start the ranks and wait until all are ready; raise RankGone if one cannot be, RankError
+        if `stop` is set first."""
         self._hub.start()
         try:
-            self._hub.formed.result()
+            while not self._is_formed():
+                if stop and stop.is_set():
+                    raise RankError("stopped before all ranks were ready")
         except BaseException:
             self.close()
             raise
+
+    def _is_formed(self) -> bool:
+        try:
+            self._hub.formed.result(STOP_LOOK_S)
+        except TimeoutError:
+            return False
+        return True
 
     def __enter__(self) -> Self:
         self.start()
@@ -196,7 +241,7 @@ class TrainController:
         return msgspec.structs.replace(self._check_tensors(), num_cleared=num_cleared)
 
     def pids(self) -> list[int]:
-        """Process ids of the ranks."""
+        """Process ids of the ranks that were started here."""
         return self._hub.pids()
 
     def _notified_owners(self) -> set[str]:
@@ -238,23 +283,15 @@ class TrainController:
         )
 
     def _specs(self, address: str) -> Sequence[RankSpec]:
-        plan = self._plan
-        return [
-            RankSpec(
-                controller=address,
-                rank=rank,
-                topology=plan.topology,
-                roles=dict(plan.roles),
-                device=plan.device,
-                num_threads=plan.num_threads,
-                plane=plan.plane,
-                start_s=plan.settings.start_s,
-                beat_s=plan.settings.beat_s,
-                silence_s=plan.settings.silence_s,
-                folder=plan.folder,
-            )
-            for rank in range(plan.topology.num_ranks)
+        """The specs of all ranks; only those of ranks that are started here are used whole."""
+        plan, num_ranks = self._plan, self._plan.topology.num_ranks
+        num_local = num_ranks if plan.num_local is None else plan.num_local
+        num_visible = torch.cuda.device_count()
+        devices = [
+            rank_device(plan.device, rank, num_visible, num_local) for rank in range(num_local)
         ]
+        devices += [plan.device] * (num_ranks - num_local)
+        return [plan.spec(address, rank, device) for rank, device in enumerate(devices)]
 
 
 class PendingCall:

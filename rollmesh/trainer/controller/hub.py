@@ -25,10 +25,10 @@ from typing import IO, Any
 
 import msgspec
 
+from rollmesh.core.addresses import advertised
 from rollmesh.core.child_process import ManagedProcess, describe_exit, open_output
 from rollmesh.core.errors import RankError
 from rollmesh.core.logs import get_logger
-from rollmesh.core.process import listen
 from rollmesh.trainer.controller.rank_group import (
     Action,
     CallAnswered,
@@ -39,13 +39,15 @@ from rollmesh.trainer.controller.rank_group import (
     RankExited,
     RankGroup,
     RankGroupSettings,
+    RankGroupState,
+    RankJoined,
     RanksFormed,
     RanksLost,
     SendToRank,
     TensorReport,
     TensorsQueried,
 )
-from rollmesh.trainer.controller.spec import RankSpec, route_of, to_argument
+from rollmesh.trainer.controller.spec import RankSpec, device_type, route_of, to_argument
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.machine import Received, Ticked
@@ -67,30 +69,14 @@ class RankProcesses:
         self._threads: list[threading.Thread] = []
 
     def start(self, specs: Sequence[RankSpec]) -> None:
-        """Start a process for each spec; raise OSError if the system refuses one, AddressError if
-        the ranks cannot meet at `meet_at`."""
-        with listen(f"{specs[0].meet_at}:0") as store:
-            host, port = store.getsockname()[:2]
-            for spec in specs:
-                is_first = spec.rank == 0
-                self._start(
-                    msgspec.structs.replace(
-                        spec,
-                        store=f"{host}:{port}",
-                        store_fd=store.fileno() if is_first else None,
-                    )
-                )
+        """Start a process for each spec; raise OSError if the system refuses one."""
+        for spec in specs:
+            self._start(spec)
 
     def _start(self, spec: RankSpec) -> None:
         argv = [sys.executable, "-m", MODULE, "--spec", to_argument(spec)]
         with _output(spec) as output:
-            child = ManagedProcess(
-                argv,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                pass_fds=() if spec.store_fd is None else (spec.store_fd,),
-            )
+            child = ManagedProcess(argv, stdin=subprocess.PIPE, stdout=output, stderr=output)
         self._children.append(child)
         watch = threading.Thread(target=self._watch, args=(spec.rank, child), daemon=True)
         self._threads.append(watch)
@@ -129,6 +115,8 @@ def _output(spec: RankSpec) -> contextlib.AbstractContextManager[IO[bytes] | Non
 log = get_logger()
 
 TICK_S = 0.1
+REPORT_S = 5.0
+"""Between two log lines about ranks that have not joined."""
 SECRET_BYTES = 16
 KILL_S = 10.0
 """Time for killed ranks to end."""
@@ -142,17 +130,34 @@ class RankHub:
     """The shell of a RankGroup; its methods may be called from any thread."""
 
     def __init__(
-        self, bind: str, keys: Keys | None, settings: RankGroupSettings, specs: SpecOf
+        self,
+        bind: str,
+        keys: Keys | None,
+        settings: RankGroupSettings,
+        specs: SpecOf,
+        num_local: int | None = None,
     ) -> None:
-        """Raise AddressError if `bind` is taken, or needs keys."""
+        """Start the first `num_local` ranks here (default: all); the others join from elsewhere.
+
+        Raise AddressError if `bind` is taken, or needs keys.
+        """
         self._hub = Hub(bind, keys)
+        self.address = self._hub.address_for_peers(advertised(self._hub.address))
+        """Address that ranks dial."""
+        all_specs = specs(self.address)
+        self._num_ranks = len(all_specs)
         self._specs = [
             msgspec.structs.replace(spec, secret=secrets.token_hex(SECRET_BYTES))
-            for spec in specs(self._hub.peer_address)
+            for spec in all_specs[:num_local]
         ]
         routes = [route_of(spec).encode() for spec in self._specs]
+        routes += [b""] * (self._num_ranks - len(routes))
         self._exit_s = settings.exit_s
-        self._group = RankGroup(routes, settings, time.monotonic())
+        first = all_specs[0]
+        self._group = RankGroup(
+            routes, settings, time.monotonic(), first.digest, device_type(first.device)
+        )
+        self._report_at_s = time.monotonic() + REPORT_S
         self._has_logged_foreign = False
         self._events: deque[Event] = deque()
         self._bell = WakeSignal()
@@ -274,6 +279,22 @@ class RankHub:
         while self._events:
             self._step(self._events.popleft())
         self._step(Ticked())
+        if time.monotonic() >= self._report_at_s:
+            self._report_at_s += REPORT_S
+            self._report_missing()
+
+    def _report_missing(self) -> None:
+        """Log which ranks have not joined, if some are started elsewhere."""
+        missing = self._group.missing()
+        is_forming = self._group.state is RankGroupState.FORMING
+        if is_forming and missing and len(self._specs) < self._num_ranks:
+            num_joined = self._num_ranks - len(missing)
+            log.info(
+                "ranks.waiting",
+                why=f"waiting for ranks: {num_joined} of {self._num_ranks} have joined; missing "
+                + ", ".join(map(str, missing)),
+                address=self._hub.address,
+            )
 
     def _step(self, event: Event) -> None:
         for action in self._group.step(event, time.monotonic()):
@@ -292,8 +313,12 @@ class RankHub:
                 self._queries.pop(ask_id).set_result(action)
             case RanksFormed():
                 self.formed.set_result(None)
+            case RankJoined(rank, host, ""):
+                log.info("rank.joined", rank=rank, host=host)
+            case RankJoined(rank, host, refusal):
+                log.warning("rank.refused", rank=rank, host=host, why=refusal)
             case RanksLost(error):
-                log.error("ranks.lost", rank=error.rank, cause=error.cause)
+                log.error("ranks.lost", rank=error.rank, host=error.host, cause=error.cause)
                 self._processes.kill()
                 if not self.formed.done():
                     self.formed.set_exception(error)
@@ -303,7 +328,7 @@ class RankHub:
         for call in [*self._calls.values()]:
             _fail(call, error)
         _fail(self.formed, error)
-        all_missing = tuple(range(len(self._specs)))
+        all_missing = tuple(range(self._num_ranks))
         for ask_id in [*self._queries]:
             query_tensors = self._queries.pop(ask_id, None)
             if query_tensors is not None:

@@ -20,6 +20,7 @@ import faulthandler
 import gc
 import os
 import queue
+import socket
 import sys
 import threading
 import time
@@ -32,10 +33,13 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 import torch
 
+from rollmesh.core.addresses import is_loopback, with_host
 from rollmesh.core.errors import RollmeshError, WireError
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import FAILED, OK, die_with_parent
 from rollmesh.core.redaction import redact_output
+from rollmesh.core.text import printable
+from rollmesh.serve.client.client import address_here
 from rollmesh.tensors.handles import UNTAGGED, RTensor, transform
 from rollmesh.tensors.plane import use
 from rollmesh.trainer.controller.answers import (
@@ -54,12 +58,13 @@ from rollmesh.trainer.controller.rendezvous import (
     broadcast_arguments,
     receive_arguments,
 )
-from rollmesh.trainer.controller.spec import RankSpec, from_argument, route_of
+from rollmesh.trainer.controller.spec import RankSpec, device_type, from_argument, route_of
 from rollmesh.trainer.controller.tensor_runtime import TensorRuntime, held_tensors
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.keys import Keys, Role, read_keys
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.ranks import (
+    AbortRank,
     CallEnded,
     CallStaged,
     ControllerBeat,
@@ -76,7 +81,7 @@ from rollmesh.wire.ranks import (
     StageCall,
     TensorsReported,
 )
-from rollmesh.wire.sockets import Dialer, WakeSignal, wait
+from rollmesh.wire.sockets import SERVER_KEY, Dialer, WakeSignal, wait
 
 log = get_logger()
 
@@ -108,6 +113,7 @@ class RankChannel:
         self._num_received = 0
         self._num_sent = 0
         self._received_s = self._beat_at_s = time.monotonic()
+        self._report_at_s = self._received_s + REPORT_S
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
 
@@ -168,8 +174,14 @@ class RankChannel:
 
     def _check_silence(self, now_s: float) -> None:
         silent_s = now_s - self._received_s
-        if silent_s >= self._spec.silence_s:
-            self._listener.terminate(f"the controller is silent for {silent_s:.0f} s")
+        if not self._num_received and self._spec.is_external:
+            if now_s >= self._report_at_s:
+                self._report_at_s = now_s + REPORT_S
+                log.info("rank.waiting", why=f"no trainer at {self._dialer.address} yet")
+        elif silent_s >= self._spec.silence_s:
+            self._listener.terminate(
+                f"the controller at {self._dialer.address} is silent for {silent_s:.0f} s"
+            )
 
     def _send_queued(self) -> None:
         while self._outbox:
@@ -181,6 +193,8 @@ class RankChannel:
         self._num_sent += 1
 
 
+REPORT_S = 10.0
+"""Between two log lines of a rank that waits for the trainer."""
 EXPIRE_BEATS = 20
 """Beats of the controller between two checks of leases."""
 ID_BYTES = 8
@@ -212,11 +226,15 @@ class RankProcess:
     """The process; `receive`, `end_step` and `terminate` are called by its channel."""
 
     def __init__(self, spec: RankSpec, keys: Keys | None) -> None:
+        host = address_here(spec.controller.partition(SERVER_KEY)[0])
         self._spec = spec
+        self._host = socket.gethostname() + ("" if is_loopback(host) else f" ({host})")
         self._channel = RankChannel(spec, keys, self)
         try:
-            self._tensor_runtime = TensorRuntime(spec.plane, keys)
-            self._rendezvous = Rendezvous(spec)
+            bind = spec.plane.bind or with_host("tcp://:0", host)
+            plane = msgspec.structs.replace(spec.plane, bind=bind)
+            self._tensor_runtime = TensorRuntime(plane, keys)
+            self._rendezvous = Rendezvous(spec, host)
         except RollmeshError as error:
             self._channel.start()  # only to report the reason
             self._channel.send(RankLeft(spec.rank, _one_line(error)))
@@ -237,13 +255,13 @@ class RankProcess:
 
     def run(self) -> int:
         """Serve until the controller ends the rank; return the exit code."""
-        self._channel.send(RankHello(self._spec.rank, os.getpid()))
+        self._channel.send(self._hello())
         self._channel.start()
         code = OK
         while not isinstance(message := self._to_run.get(), EndRank):
             if isinstance(message, RunCall):
                 self._run(message.call_id)
-            elif not self._form():
+            elif not self._form(message.store):
                 code = FAILED
                 break
         self._staged.clear()
@@ -253,6 +271,16 @@ class RankProcess:
         self._channel.close()
         self._tensor_runtime.close()
         return code
+
+    def _hello(self) -> RankHello:
+        return RankHello(
+            self._spec.rank,
+            os.getpid(),
+            host=self._host,
+            device=device_type(self._spec.device),
+            plan=self._spec.digest,
+            store=self._rendezvous.address,
+        )
 
     # on the channel thread
 
@@ -267,6 +295,8 @@ class RankProcess:
                 self._staged.pop(call_id, None)
             case ReadTensors():
                 self._to_read.put((message, bytes(body)))
+            case AbortRank(reason=reason):
+                self.terminate(reason)
             case ControllerBeat():
                 self._renew()
 
@@ -277,6 +307,9 @@ class RankProcess:
     def terminate(self, why: str) -> NoReturn:
         """End the process at once: the main thread may be in a collective that never ends."""
         log.error("rank.ended", rank=self._spec.rank, why=why)
+        if self._spec.is_external:
+            sys.stderr.write(f"rollmesh: rank {self._spec.rank} ends: {printable(why)}\n")
+            sys.stderr.flush()
         self._tensor_runtime.abandon()
         os._exit(FAILED)
 
@@ -341,10 +374,10 @@ class RankProcess:
 
     # on the main thread
 
-    def _form(self) -> bool:
+    def _form(self, store: str) -> bool:
         """Meet the other ranks and make the roles; return whether that succeeded."""
         try:
-            context = self._context = self._rendezvous.join()
+            context = self._context = self._rendezvous.join(store)
             torch.set_num_threads(self._spec.num_threads)
             self._roles = RoleRegistry(self._spec.roles, context)
         except Exception as failure:  # door: a role's maker may raise anything

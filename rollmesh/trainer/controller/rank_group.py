@@ -9,7 +9,8 @@
   collective. Calls run in one order at all ranks, and end once: with all answers, or an error.
 - A rank that ends, is silent, loses a message, or does not return from a call that failed elsewhere
   breaks the group, since collectives need all ranks. Everything open then ends with RankGone.
-- A rank is identified by the route of its process; messages of other routes are counted only.
+- A rank is identified by the route of its process; messages of other routes are counted only. The
+  route of a rank that was started elsewhere is that of its first hello with the right plan.
 - Every message carries the newest ended step. Rank 0, whose store the others use, ends last.
 """
 
@@ -23,6 +24,7 @@ from rollmesh.core.errors import CallFailed, RankError, RankGone
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import Received, Ticked
 from rollmesh.wire.ranks import (
+    AbortRank,
     CallEnded,
     CallStaged,
     ControllerBeat,
@@ -146,14 +148,20 @@ class RankCalls:
             bodies = tuple([call.answers[rank] for rank in range(self._num_ranks)])
             yield CallAnswered(message.call_id, bodies)
 
-    def stuck(self, now_s: float) -> RankGone | None:
-        """Return a rank that did not return from a call that failed at another rank."""
+    def stuck(self, now_s: float, received_s: Sequence[float] = ()) -> tuple[int, str] | None:
+        """Return a rank that did not return from a call that failed at another rank, and why.
+
+        `received_s` has the time of each rank's newest message: of several, the rank that is silent
+        longest is the cause, and others wait for it in a collective.
+        """
         for call in self._calls.values():
             if call.settled_by_s is not None and now_s >= call.settled_by_s:
-                inside = min(set(range(self._num_ranks)) - call.answers.keys())
+                inside = sorted(set(range(self._num_ranks)) - call.answers.keys())
+                if received_s:
+                    inside.sort(key=lambda each: received_s[each])
                 rank, error = min(call.errors.items())
                 why = f"it did not return from {call.name}, which failed at rank {rank}: {error}"
-                return RankGone(inside, why)
+                return inside[0], why
         return None
 
     def fail(self, error: RankError) -> Iterator[CallAction]:
@@ -266,14 +274,27 @@ class RanksLost(msgspec.Struct, frozen=True):
     error: RankGone
 
 
+class RankJoined(msgspec.Struct, frozen=True):
+    """Action: log that a rank that was started elsewhere has joined, or why it may not."""
+
+    rank: int
+    host: str
+    refusal: str = ""
+
+
 Event = Received | CallRequested | TensorsQueried | RankExited | EndRequested | Ticked
-Action = SendToRank | RanksFormed | CallAnswered | CallRaised | TensorReport | RanksLost
+Action = (
+    SendToRank | RanksFormed | CallAnswered | CallRaised | TensorReport | RanksLost | RankJoined
+)
 
 
 class _Rank(msgspec.Struct):
     received_s: float
     route: bytes
-    """Route of the process that was started for this rank."""
+    """Route of the process that was started for this rank; b'' before it has joined."""
+    is_external: bool
+    """Whether it was started elsewhere, and so joins by its hello."""
+    host: str = ""
     state: RankState = RankState.STARTING
     owner: str = ""
     num_received: int = 0
@@ -285,18 +306,36 @@ class _TensorQuery(msgspec.Struct):
     reports: dict[int, TensorsReported] = msgspec.field(default_factory=dict)
 
 
+REPLACE_BEATS = 8
+"""A rank that waits for others and is silent for this many beats may be replaced."""
+
+
 class RankGroup:
     """The state machine; hub.py is its shell."""
 
-    def __init__(self, routes: Sequence[bytes], settings: RankGroupSettings, now_s: float) -> None:
-        """`routes` are those of the started processes, by rank."""
+    def __init__(
+        self,
+        routes: Sequence[bytes],
+        settings: RankGroupSettings,
+        now_s: float,
+        plan: str = "",
+        device: str = "",
+    ) -> None:
+        """`routes` are those of the started processes, by rank; b'' for one that is started
+        elsewhere, whose hello must have this plan and type of device."""
         num_ranks = len(routes)
         self.state = RankGroupState.FORMING
         self.num_foreign = 0
         """Messages of routes that belong to no rank."""
         self.ended_step = NO_STEP
         self._settings = settings
-        self._ranks = [_Rank(now_s, route) for route in routes]
+        self._plan = plan
+        self._device = device
+        self._store = ""
+        self._is_met = False
+        """Whether all ranks have been asked to form the group."""
+        self._ranks = [_Rank(now_s, route, not route) for route in routes]
+        self._has_external = not all(routes)
         self._calls = RankCalls(num_ranks, settings.settle_s)
         self._early: list[CallRequested] = []
         """Calls that were made before all ranks were ready."""
@@ -325,25 +364,37 @@ class RankGroup:
         """Addresses at which ranks serve their tensors, as far as known."""
         return {rank.owner for rank in self._ranks}
 
+    def missing(self) -> list[int]:
+        """Ranks that have not joined."""
+        return [at for at, rank in enumerate(self._ranks) if rank.state is RankState.STARTING]
+
     def _receive(
         self, route: bytes, message: object, body: Buffer, now_s: float
     ) -> Iterator[Action]:
         number = getattr(message, "rank", NO_STEP) if isinstance(message, RankMessage) else NO_STEP
-        if not 0 <= number < len(self._ranks) or route != self._ranks[number].route:
+        if not 0 <= number < len(self._ranks):
             self.num_foreign += 1
             return
         rank = self._ranks[number]
-        if rank.state is RankState.GONE:
-            return
-        rank.received_s, rank.num_received = now_s, rank.num_received + 1
+        if isinstance(message, RankHello) and rank.is_external and route != rank.route:
+            yield from self._admit(rank, route, message, now_s)
+        if route != rank.route:
+            self.num_foreign += 1
+        elif rank.state is not RankState.GONE:
+            rank.received_s, rank.num_received = now_s, rank.num_received + 1
+            yield from self._handle(number, message, body, now_s)
+
+    def _handle(self, number: int, message: object, body: Buffer, now_s: float) -> Iterator[Action]:
+        rank = self._ranks[number]
         match message:
             case RankHello():
+                rank.host, self._store = message.host, message.store or self._store
                 yield from self._meet(rank)
             case RankReady():
                 yield from self._form(rank, message)
             case RankBeat() if message.num_sent != rank.num_received - 1:
                 num_lost = message.num_sent - rank.num_received + 1
-                yield from self._break(RankGone(number, f"{num_lost} of its messages were lost"))
+                yield from self._break(self._gone(number, f"{num_lost} of its messages were lost"))
             case RankLeft():
                 yield from self._exited(number, message.reason)
             case CallStaged():
@@ -355,10 +406,39 @@ class RankGroup:
 
     # states of ranks
 
+    def _admit(self, rank: _Rank, route: bytes, hello: RankHello, now_s: float) -> Iterator[Action]:
+        """Take a process that was started elsewhere as this rank, or send it the reason why not."""
+        refusal = self._refusal(rank, hello, now_s)
+        yield RankJoined(hello.rank, hello.host, refusal)
+        if refusal:
+            yield SendToRank(route, AbortRank(self.ended_step, refusal))
+        else:
+            rank.route, rank.num_received, rank.num_sent = route, 0, 0
+
+    def _refusal(self, rank: _Rank, hello: RankHello, now_s: float) -> str:
+        """Why a process may not join as this rank; '' if it may."""
+        is_silent = now_s - rank.received_s >= REPLACE_BEATS * self._settings.beat_s
+        if self._is_met or self.state is not RankGroupState.FORMING:
+            return "the trainer's ranks are complete, and trained without this one"
+        if rank.route and not is_silent:
+            return f"rank {hello.rank} has joined from {rank.host}; give each rank its own number"
+        if hello.plan != self._plan:
+            return (
+                "its model.path or [trainer] differs from the trainer's; start it with the same "
+                "settings"
+            )
+        if hello.device != self._device:
+            return (
+                f"it computes on {hello.device}, and the trainer's ranks on {self._device}; set "
+                "trainer.device"
+            )
+        return ""
+
     def _meet(self, rank: _Rank) -> Iterator[Action]:
         rank.state = RankState.MET
         if all(each.state is RankState.MET for each in self._ranks):
-            yield from self._send_all(FormGroup(self.ended_step))
+            self._is_met = True
+            yield from self._send_all(FormGroup(self.ended_step, self._store))
 
     def _form(self, rank: _Rank, ready: RankReady) -> Iterator[Action]:
         rank.state, rank.owner = RankState.READY, ready.owner
@@ -376,13 +456,14 @@ class RankGroup:
         if self.state is RankGroupState.ENDING:
             yield from self._end_first()
         else:
-            yield from self._break(RankGone(number, cause))
+            yield from self._break(self._gone(number, cause))
 
     def _end(self, reason: str) -> Iterator[Action]:
         if self.state in (RankGroupState.BROKEN, RankGroupState.ENDING):
             return
         if self.state is RankGroupState.FORMING:
-            yield from self._break(RankGone(self._first_unready(), f"not ready yet, and {reason}"))
+            cause = f"not ready yet, and {reason}"
+            yield from self._break(self._gone(self._first_unready(), cause))
             return
         self.state = RankGroupState.ENDING
         yield from self._fail_open(self._error)
@@ -403,7 +484,10 @@ class RankGroup:
         if self.state is RankGroupState.BROKEN:
             return
         self.state, self._error = RankGroupState.BROKEN, error
+        abort = AbortRank(self.ended_step, str(error))
         for rank in self._ranks:
+            if rank.is_external:
+                yield from self._send(rank, abort)
             rank.state = RankState.GONE
         yield from self._fail_open(error)
         yield RanksLost(error)
@@ -463,11 +547,25 @@ class RankGroup:
         for number, rank in enumerate(self._ranks):
             silent_s = now_s - rank.received_s
             if rank.state is RankState.READY and silent_s >= self._settings.silence_s:
-                return RankGone(number, f"silent for {silent_s:.0f} s")
+                return self._gone(number, f"silent for {silent_s:.0f} s")
             is_late = self.state is RankGroupState.FORMING and now_s >= self._formed_by_s
             if is_late and rank.state is not RankState.READY:
-                return RankGone(number, f"not ready {self._settings.start_s:.0f} s after its start")
-        return self._calls.stuck(now_s)
+                return self._gone(number, self._lateness(rank))
+        stuck = self._calls.stuck(now_s, [rank.received_s for rank in self._ranks])
+        return self._gone(*stuck) if stuck else None
+
+    def _lateness(self, rank: _Rank) -> str:
+        start_s = self._settings.start_s
+        if not rank.is_external or rank.state is not RankState.STARTING:
+            return f"not ready {start_s:.0f} s after its start"
+        missing = ", ".join(map(str, self.missing()))
+        return (
+            f"it has not joined in {start_s:.0f} s (missing: {missing}); start it by torchrun or "
+            "`rollmesh rank`, or raise trainer.rank_start_timeout_s"
+        )
+
+    def _gone(self, number: int, cause: str) -> RankGone:
+        return RankGone(number, cause, self._ranks[number].host if self._has_external else "")
 
     # messages to ranks
 

@@ -1,13 +1,13 @@
 """Where ranks meet: their store, their process group and mesh; and the roles that each makes.
 
-    the controller binds a port, rank 0 inherits it, all join there        data, tensor = mesh axes
+    rank 0 serves a store, the controller passes on its address, all join there
 
 - The arguments of a head reach the other ranks of its group by broadcast: first the call's body,
   which has handles, then each tensor of a handle. So those ranks need no access to owners, and a
   role never runs without data.
 - The collectives of a call are the same at all ranks of a group, in the same order.
-- The store listens on the named interface only. Collectives have no keys: beyond loopback they need
-  a private network.
+- The store and the collectives use the interface that faces the controller. They have no keys, so
+  beyond loopback they need a private network.
 - A rank imports what its plan names, never what a message names.
 """
 
@@ -19,13 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rollmesh.core.addresses import is_loopback
+from rollmesh.core.addresses import is_loopback, split_address, with_host
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.process import listen
 from rollmesh.tensors.handles import RTensor
@@ -56,22 +57,24 @@ class RankContext(msgspec.Struct, frozen=True):
 class Rendezvous:
     """One rank's part in the meeting of all ranks."""
 
-    def __init__(self, spec: RankSpec) -> None:
-        """Make rank 0 listen."""
+    def __init__(self, spec: RankSpec, host: str) -> None:
+        """Make rank 0 listen; `host` is the address of this machine that faces the others."""
         self._spec = spec
+        self._host = host
         self._store: TCPStore | None = None
         self.address = ""
         """host:port of the store, on rank 0."""
         if spec.rank == 0:
             self._open()
 
-    def join(self) -> RankContext:
-        """Meet the others in the store that the spec names; return when all have joined."""
+    def join(self, store: str) -> RankContext:
+        """Meet the others in the store of rank 0; return when all have joined."""
         topology, backend = self._spec.topology, backend_of(self._spec.device)
-        bind_collectives(self._spec.meet_at)
+        bind_collectives(self._host)
+        select_device(self._spec.device)
         dist.init_process_group(
             backend,
-            store=self._store or self._dial(self._spec.store),
+            store=self._store or self._dial(store),
             rank=self._spec.rank,
             world_size=topology.num_ranks,
             timeout=datetime.timedelta(seconds=COLLECTIVE_S),
@@ -85,9 +88,9 @@ class Rendezvous:
         self._store = None
 
     def _open(self) -> None:
-        listening = listen(f"{self._spec.meet_at}:0", self._spec.store_fd)
+        listening = listen(with_host(":0", self._host))
         host, port = listening.getsockname()[:2]
-        self.address = f"{host}:{port}"
+        self.address = with_host(f":{port}", self._host)
         self._store = TCPStore(
             host,
             port,
@@ -99,15 +102,26 @@ class Rendezvous:
         )
 
     def _dial(self, address: str) -> TCPStore:
-        host, _, port = address.rpartition(":")
+        host, port = split_address(address)
         timeout = datetime.timedelta(seconds=self._spec.start_s)
         return TCPStore(host, int(port), self._spec.topology.num_ranks, timeout=timeout)
 
 
-def bind_collectives(address: str) -> None:
-    """Restrict collectives to loopback if the ranks meet there."""
-    if is_loopback(address):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+def bind_collectives(host: str) -> None:
+    """Restrict collectives to the interface with this address of this machine."""
+    name = LOOPBACK if is_loopback(host) else interface_of(host)
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this one
+
+
+def interface_of(host: str) -> str:
+    """Name of the network interface with this address; '' if there is none."""
+    wanted = host.strip("[]")
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == wanted for each in addresses):
+            return name
+    return ""
 
 
 def backend_of(device: str) -> str:
@@ -116,10 +130,16 @@ def backend_of(device: str) -> str:
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:nccl"
 
 
+def select_device(device: str) -> None:
+    """Make a rank's GPU the default of its process, as NCCL needs it; do nothing on the CPU."""
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+
+
 def make_context(rank: int, topology: Topology, device: str) -> RankContext:
     """Return the context of `rank`; a collective of an existing process group."""
     shape = (len(topology.heads()), topology.tensor_parallel)
-    found = resolve_device(device, topology.num_ranks)
+    found = resolve_device(device)
     mesh = init_device_mesh(found.type, shape, mesh_dim_names=("data", "tensor"))
     return RankContext(rank, topology.num_ranks, mesh, str(found))
 

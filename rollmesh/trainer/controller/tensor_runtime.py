@@ -46,7 +46,8 @@ class TensorRuntime:
         self._store = OwnerStore(settings, SystemClock())
         self._peers = Peers(keys, spec.buffer_bytes, is_shared=True)
         buffer = FetchBuffer(spec.buffer_bytes)
-        self._server = TensorServer(self._store, spec.bind, keys, TensorRelay(buffer, self._peers))
+        bind = spec.bind or "tcp://127.0.0.1:0"
+        self._server = TensorServer(self._store, bind, keys, TensorRelay(buffer, self._peers))
         self.plane = Plane(self._store, buffer, self._peers)
         try:
             self.address = self._server.start()

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from rollmesh.core.addresses import address_towards
 from rollmesh.core.errors import ConfigError
 from rollmesh.tensors.handles import transform
 from rollmesh.tensors.torch_bridge import Tensor
@@ -58,7 +59,7 @@ class PlainRank:
         """Join the process group, if that has not been done, and make the roles."""
         plan = self._plan
         if not dist.is_initialized():
-            bind_collectives(os.environ.get("MASTER_ADDR", ""))
+            bind_collectives(address_towards(os.environ.get("MASTER_ADDR", "")))
             dist.init_process_group(backend_of(plan.device))
             self._is_ours = True
         torch.set_num_threads(plan.num_threads)

@@ -19,6 +19,7 @@ from rollmesh.core.types import GroupRecord, NodeRow, Outcome, RolloutRecord, Ta
 from rollmesh.serve.coordinator.claims import ProgramMessage
 from rollmesh.serve.coordinator.hooks import PipelineHooks
 from rollmesh.trainer.checkpoints.recovery import restored_staleness
+from rollmesh.trainer.controller.spec import Meeting
 from rollmesh.trainer.gpu_lease import (
     TRAIN_CLUSTER,
     ExclusiveGpus,
@@ -488,7 +489,7 @@ def test_no_model_is_loaded_before_its_gpus_are_granted(
 
         def load() -> None:
             try:
-                build(config, restored_staleness(config), gpus)
+                build(config, restored_staleness(config), gpus, Meeting())
             except Exception as error:  # noqa: BLE001 - door: whatever it is, the model is not there
                 ends.append(error)
 
@@ -509,7 +510,8 @@ def test_run_stopped_before_the_grant_loads_no_model(
     config, stop = nowhere(tmp_path), threading.Event()
     stop.set()
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
-        assert build(config, restored_staleness(config), ScheduledGpus(hooks, stop)) is None
+        gpus = ScheduledGpus(hooks, stop)
+        assert build(config, restored_staleness(config), gpus, Meeting(stop=stop)) is None
 
 
 def test_ranks_on_shared_gpus_are_refused_in_one_line() -> None:

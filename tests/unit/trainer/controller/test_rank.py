@@ -150,7 +150,7 @@ def test_a_controller_that_is_silent_is_lost() -> None:
     with connected_channel(silence_s=0.2) as (_, _, listener):
         what, why = listener.next()
         assert what == "terminate"
-        assert why.startswith("the controller is silent for ")
+        assert why.startswith("the controller at tcp://127.0.0.1:")
 
 
 def test_the_last_message_is_received_before_the_end() -> None:

@@ -23,6 +23,7 @@ from rollmesh.trainer.controller.rank_group import (
     RankGroup,
     RankGroupSettings,
     RankGroupState,
+    RankJoined,
     RanksFormed,
     RanksLost,
     SendToAll,
@@ -32,6 +33,7 @@ from rollmesh.trainer.controller.rank_group import (
 )
 from rollmesh.wire.machine import Received, Ticked
 from rollmesh.wire.ranks import (
+    AbortRank,
     CallEnded,
     CallStaged,
     ControllerBeat,
@@ -248,6 +250,85 @@ def test_end_fails_open_requests() -> None:
     assert [type(each) for each in group.step(CALL, 0.0)] == [CallRaised]
 
 
+PLAN = "d1"
+NOW_S = 4 * SETTINGS.beat_s
+
+
+def waiting_group() -> RankGroup:
+    """A group of rank 0, which waits for rank 1 from elsewhere."""
+    group = RankGroup([b"rank-0", b""], SETTINGS, 0.0, PLAN, "cpu")
+    received(group, RankHello(0, 100, "host-a", "cpu", PLAN, "10.0.0.1:5"))
+    return group
+
+
+def hello(route: bytes, plan: str = PLAN, device: str = "cpu") -> Received:
+    return Received(route, RankHello(1, 101, "host-b", device, plan), b"")
+
+
+def refusal_of(actions: Sequence[Action]) -> str:
+    [joined, sent] = actions
+    assert isinstance(joined, RankJoined)
+    assert isinstance(sent, SendToRank)
+    assert sent.message == AbortRank(-1, joined.refusal)
+    return joined.refusal
+
+
+def test_a_rank_from_elsewhere_joins_by_its_hello_and_learns_the_store_of_rank_0() -> None:
+    group = waiting_group()
+    assert group.missing() == [1]
+    joined, *formed = group.step(hello(b"rank-1-x"), NOW_S)
+    assert joined == RankJoined(1, "host-b")
+    message = FormGroup(-1, "10.0.0.1:5")
+    assert sent(formed, FormGroup) == [(b"rank-0", message), (b"rank-1-x", message)]
+    assert group.missing() == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "device", "why"),
+    [("d2", "cpu", "differs from the trainer's"), (PLAN, "cuda", "computes on cuda")],
+)
+def test_a_rank_from_elsewhere_that_differs_is_refused_and_the_right_one_may_join(
+    plan: str, device: str, why: str
+) -> None:
+    group = waiting_group()
+    assert why in refusal_of(group.step(hello(b"rank-1-x", plan, device), NOW_S))
+    assert group.missing() == [1]
+    assert group.step(hello(b"rank-1-y"), NOW_S)[0] == RankJoined(1, "host-b")
+
+
+def test_a_second_process_of_a_rank_replaces_the_first_only_if_that_is_silent() -> None:
+    group = RankGroup([b"rank-0", b"", b""], SETTINGS, 0.0, PLAN, "cpu")
+    group.step(hello(b"rank-1-x"), NOW_S)
+    assert "has joined from host-b" in refusal_of(group.step(hello(b"rank-1-y"), NOW_S + 1.0))
+    late_s = NOW_S + 20 * SETTINGS.beat_s
+    assert group.step(hello(b"rank-1-z"), late_s) == [RankJoined(1, "host-b")]
+    assert group.step(Received(b"rank-1-x", RankBeat(1, -1, 99), b""), late_s) == []
+    assert group.state is RankGroupState.FORMING
+
+
+def test_no_rank_joins_a_complete_group() -> None:
+    group = waiting_group()
+    group.step(hello(b"rank-1-x"), NOW_S)
+    assert "are complete" in refusal_of(group.step(hello(b"rank-1-y"), 100.0))
+
+
+def test_ranks_of_elsewhere_learn_which_rank_of_which_host_is_gone() -> None:
+    group = waiting_group()
+    group.step(hello(b"rank-1-x"), NOW_S)
+    actions = group.step(RankExited(0, "killed by signal 9"), NOW_S)
+    error = error_of(actions)
+    assert str(error).startswith("rank 0 on host-a is gone: killed by signal 9")
+    assert sent(actions, AbortRank) == [(b"rank-1-x", AbortRank(-1, str(error)))]
+
+
+def test_a_rank_that_never_joins_is_named_with_the_others_that_are_missing() -> None:
+    group = RankGroup([b"rank-0", b"", b""], SETTINGS, 0.0, PLAN, "cpu")
+    received(group, RankHello(0, 100, "host-a", "cpu", PLAN))
+    received(group, RankReady(0, ""), now_s=59.0)
+    cause = error_of(group.step(Ticked(), 60.0)).cause
+    assert cause.startswith("it has not joined in 60 s (missing: 1, 2); start it by torchrun or")
+
+
 def test_messages_of_strangers_and_lost_ranks_are_ignored() -> None:
     group = ready_crew()
     assert received(group, RankLeft(7, "who?")) == []
@@ -374,10 +455,18 @@ def test_rank_still_running_a_call_that_failed_elsewhere_is_stuck() -> None:
     calls = started()
     end(calls, 1, 1, "ValueError: b", now_s=10.0)
     assert calls.stuck(10.0 + SETTLE_S - 0.1) is None
-    lost = calls.stuck(10.0 + SETTLE_S)
-    assert isinstance(lost, RankGone)
-    assert lost.rank == 0
-    assert "actor.train, which failed at rank 1: ValueError: b" in lost.cause
+    rank, cause = calls.stuck(10.0 + SETTLE_S) or (-1, "")
+    assert rank == 0
+    assert "actor.train, which failed at rank 1: ValueError: b" in cause
+
+
+def test_of_several_ranks_in_a_failed_call_the_one_that_is_silent_longest_is_stuck() -> None:
+    calls = RankCalls(4, SETTLE_S)
+    list(calls.make(made(1, 4), 3))
+    stage(calls, 1, "", "", "", "")
+    end(calls, 2, 1, "connection closed by peer", now_s=10.0)
+    rank, _ = calls.stuck(10.0 + SETTLE_S, [14.9, 14.8, 14.9, 9.9]) or (-1, "")
+    assert rank == 3
 
 
 def test_long_call_is_not_stuck() -> None:

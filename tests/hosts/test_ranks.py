@@ -1,0 +1,80 @@
+"""A trainer whose ranks are on two hosts, with keys; a host vanishes, and fewer ranks continue."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.process import FAILED
+from rollmesh.testing.network import HostNetwork
+from rollmesh.wire.keys import new_keys
+from tests.flow.test_ranks_elsewhere import (
+    ENDS_S,
+    NUM_STEPS,
+    Job,
+    check_alike,
+    line_of,
+    rest_of,
+)
+from tests.flow.test_ranks_elsewhere import alone as alone  # the fixtures
+from tests.flow.test_ranks_elsewhere import model_folder as model_folder
+
+
+def job_with_keys(folder: Path, model: Path) -> Job:
+    """Four ranks, two of them from elsewhere."""
+    new_keys(folder / "keys")
+    job = Job(folder, model, num_ranks=4, num_local_ranks=2)
+    job.environment["ROLLMESH_KEYS"] = str(folder / "keys" / "publisher.json")
+    return job
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_continue_with_the_same_losses_after_four_lost_one_of_their_two_hosts(
+    tmp_path: Path, model_folder: Path, alone: list[dict[str, float]]
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    with (
+        HostNetwork(["host-a", "host-b"]) as network,
+        closing(job_with_keys(tmp_path, model_folder)) as job,
+    ):
+        one, other = network["host-a"], network["host-b"]
+        trainer = job.train(one, steps=(0, 10**6), written=checkpoint)
+        address = line_of(trainer)["address"]
+        assert address.startswith(f"tcp://{one.address}:")
+        ranks = [job.join(rank, address, other) for rank in (2, 3)]
+        check_alike([line_of(trainer) for _ in range(NUM_STEPS)], alone)
+        network.disconnect("host-b")
+        gone = rest_of(trainer)[-1]["gone"]
+        assert gone.startswith(("rank 2 on host-b (", "rank 3 on host-b ("))
+        assert "all ranks have to restart" in gone
+        assert one.pids() == []
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=ENDS_S)
+            assert rank.returncode == FAILED
+            assert "is silent for" in errors.splitlines()[-1]
+        assert other.pids() == []
+        fewer = job.write_settings("fewer.json", num_ranks=2, num_local_ranks=0)
+        steps = (1, NUM_STEPS - 1)
+        _, *after, end = rest_of(job.train(one, steps=steps, restored=checkpoint, settings=fewer))
+        assert [each["step"] for each in after] == [*range(1, NUM_STEPS)]
+        check_alike(after, alone)
+        assert end == {"gone": ""}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_rank_with_keys_of_another_mesh_is_refused_in_one_line(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    with (
+        HostNetwork(["host-a", "host-b"]) as network,
+        closing(job_with_keys(tmp_path, model_folder)) as job,
+    ):
+        address = line_of(job.train(network["host-a"]))["address"]
+        new_keys(tmp_path / "others")
+        job.environment["ROLLMESH_KEYS"] = str(tmp_path / "others" / "publisher.json")
+        rank = job.join(2, address, network["host-b"])
+        _, errors = rank.communicate(timeout=ENDS_S)
+        assert rank.returncode != 0
+        assert "a rank needs the trainer's own key file" in errors.splitlines()[-1]
