@@ -76,6 +76,9 @@ def _sglang(argv: list[str]) -> int:
     arguments.add_argument(
         "--role", default="engine", help="this process's name in logs and reports"
     )
+    arguments.add_argument(
+        "--asleep", action="store_true", help="release its GPUs until a coordinator wakes it"
+    )
     options = arguments.parse_args(with_newest(pass_gate(argv)))
     set_model(options)
     config = config_of(options)
@@ -89,6 +92,7 @@ def _sglang(argv: list[str]) -> int:
         listen_fd=options.listen_fd,
         ready_fd=options.ready_fd,
         role=options.role,
+        is_asleep=options.asleep,
         logs_to_folder=is_launched(),
     )
     return run_server(order)

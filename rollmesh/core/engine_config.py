@@ -1,5 +1,7 @@
 """Settings of the engines: the servers that sample tokens."""
 
+import os
+import sys
 from typing import Literal
 
 from rollmesh.core.addresses import why_no_engine_url, why_no_host_entry
@@ -88,6 +90,11 @@ class EngineConfig(Section, frozen=True):
         for word in self.args:
             if why := why_no_sglang_option(word):
                 raise ValueError(f"args: {why}")
+
+    @property
+    def server_python(self) -> str:
+        """The path of the Python that starts SGLang servers."""
+        return os.path.expanduser(self.python) or sys.executable
 
     @property
     def num_launched(self) -> int:

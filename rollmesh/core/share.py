@@ -156,6 +156,8 @@ JOURNAL = "scheduler"
 """The default folder of the scheduler's journal."""
 TOKENS = "tokens"
 """The folder in the journal's folder with the token of each pipeline."""
+TRAIN_CLUSTER = "actor_train"
+"""Name of the cluster that a train step needs as a whole, and whose GPUs the trainer uses."""
 KEYS = "keys"
 """The key folder in the journal's folder, made by `rollmesh scheduler up`."""
 

@@ -20,6 +20,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,7 @@ from rollmesh.core.orphans import MARK_VARIABLE, kill_marked, new_mark
 from rollmesh.core.process import FAILED, OK, Ready, announce, http_address, reserve, stop_event
 from rollmesh.core.redaction import redact
 from rollmesh.core.secret_files import process_engine_key, without_secrets
+from rollmesh.engine.backend import MemoryState, weights_name
 from rollmesh.engine.sglang_output import LoadProgress, OutputTail
 
 PORT_ATTEMPTS = 3
@@ -61,6 +63,8 @@ class ServerOrder(msgspec.Struct, frozen=True, kw_only=True):
     """A bound socket that reserves its port; None reserves `bind`."""
     ready_fd: int | None = None
     role: str = "engine"
+    is_asleep: bool = False
+    """Release the memory of its GPUs once it is loaded, until a coordinator wakes it."""
     logs_to_folder: bool = False
     """Write events to the run's folder; otherwise to stderr."""
 
@@ -74,7 +78,7 @@ def server_argv(order: ServerOrder, host: str, port: int, key_file: str = "") ->
     config = order.config
     engine = config.engine
     argv = [
-        os.path.expanduser(engine.python) or sys.executable,
+        engine.server_python,
         "-m",
         "sglang.launch_server",
         *_DEFAULTS,
@@ -82,6 +86,7 @@ def server_argv(order: ServerOrder, host: str, port: int, key_file: str = "") ->
     argv += ["--tp-size", str(max(1, engine.gpus_each)), "--random-seed", str(config.run.seed)]
     if rank := config.trainer.lora_rank:
         argv += ["--enable-lora", "--max-lora-rank", str(rank), "--lora-target-modules", "all"]
+    argv += ["--enable-memory-saver"] if order.is_asleep else []
     argv += engine.args
     argv += ["--model-path", str(order.model), "--weight-version", order.weight_version]
     argv += ["--host", host, "--port", str(port)]
@@ -188,6 +193,7 @@ class SglangServer:
                     f"{role}: SGLang was not ready within {engine.load_timeout_s:g} s "
                     f"(engine.load_timeout_s); it was {self._progress.state}{self._see_log()}"
                 )
+            loading.result()
             self._report()
             await asyncio.wait((ended, stopping), return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
@@ -247,12 +253,11 @@ class SglangServer:
         key = process_engine_key()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = ClientTimeout(total=POLL_TIMEOUT_S)
-        async with ClientSession(http_address(self._reserved), timeout=timeout) as session:
-            while True:
-                with contextlib.suppress(ClientError, TimeoutError):
-                    if await _is_ready(session, headers):
-                        return
+        async with ClientSession(http_address(self._reserved), headers=headers) as session:
+            while not await _is_ready(session, timeout):  # noqa: ASYNC110 - another process
                 await asyncio.sleep(POLL_S)
+            if self._order.is_asleep:
+                await _release(session, self._order.weight_version)
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Forward the output, and fold its lines, until all writers have closed it."""
@@ -299,9 +304,28 @@ class SglangServer:
         return f"; see {self._order.config.run_folder() / 'logs' / self._order.role}.out"
 
 
-async def _is_ready(session: ClientSession, headers: Mapping[str, str]) -> bool:
-    async with session.get("/ready", headers=headers) as reply:
-        if reply.status != 404:
-            return reply.status == 200
-    async with session.get("/model_info", headers=headers) as reply:  # releases before 0.5.21
-        return reply.status == 200
+async def _is_ready(session: ClientSession, timeout: ClientTimeout) -> bool:
+    try:
+        async with session.get("/ready", timeout=timeout) as reply:
+            if reply.status != HTTPStatus.NOT_FOUND:
+                return reply.status == HTTPStatus.OK
+        async with session.get("/model_info", timeout=timeout) as reply:  # a release without /ready
+            return reply.status == HTTPStatus.OK
+    except (ClientError, TimeoutError):
+        return False
+
+
+async def _release(session: ClientSession, weight_version: str) -> None:
+    """Release the server's memory, as a coordinator does; UserError if it refuses."""
+    name = weights_name(MemoryState.RELEASED, weight_version)
+    calls: list[tuple[str, dict[str, object]]] = [
+        ("/pause_generation", {"mode": "abort"}),
+        ("/flush_cache", {}),
+        ("/release_memory_occupation", {}),
+        ("/update_weight_version", {"new_version": name, "abort_all_requests": False}),
+    ]
+    for path, body in calls:
+        async with session.post(path, json=body) as reply:
+            if reply.status != HTTPStatus.OK:
+                text = (await reply.text())[:200]
+                raise UserError(f"SGLang cannot release its GPUs: {path}: {reply.status} {text}")

@@ -4,18 +4,21 @@
 - Nothing is written or started.
 """
 
+import asyncio
 from collections.abc import Callable
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, InvalidURL
 
 from rollmesh.core.addresses import is_loopback
+from rollmesh.core.child_process import spawn_options
 from rollmesh.core.config import Config
 from rollmesh.core.descriptors import PER_CHILD, PER_ROLLOUT, allow_descriptors
-from rollmesh.core.errors import AddressError, ModelError
+from rollmesh.core.errors import AddressError, ConfigError, ModelError
 from rollmesh.core.model_folders import EXAMPLE, why_no_model
 from rollmesh.core.share import Share, check_may_share
 from rollmesh.launch.pipeline import check_share
 
+_FIND_SGLANG = "import importlib.util as u, sys; sys.exit(u.find_spec('sglang') is None)"
 NUM_OTHERS = 5
 """The warm start, router, coordinator, trainer and dashboard."""
 
@@ -25,8 +28,13 @@ async def check(
     makes_model: bool,
     share: Share | None = None,
     report: Callable[[str], object] = str,
+    *,
+    is_local: bool = True,
 ) -> None:
-    """Raise UserError if the run cannot work; `report` gets a line about each wait."""
+    """Raise UserError if the run cannot work; `report` gets a line about each wait.
+
+    `is_local` is False for a run whose engines are started on other machines.
+    """
     check_descriptors(config)
     check_page(config.dashboard.bind)
     if not makes_model:
@@ -35,11 +43,30 @@ async def check(
         check_may_share(config)
         num_engines = len(config.engine.urls) or config.engine.num_launched
         check_share(share, num_engines, config.launch, report)
+    if config.engine.launch == "sglang" and is_local:
+        await check_python(config)
     if config.engine.urls:
         timeout_s = config.launch.engine_check_timeout_s
         async with ClientSession(timeout=ClientTimeout(total=timeout_s)) as session:
             for url in config.engine.urls:
                 await check_engine(session, url, timeout_s)
+
+
+async def check_python(config: Config) -> None:
+    """Raise ConfigError if the servers' Python cannot be run or has no SGLang."""
+    python = config.engine.server_python
+    name = f"engine.python = {python}"
+    try:
+        process = await asyncio.create_subprocess_exec(
+            python, "-c", _FIND_SGLANG, **spawn_options(stderr=asyncio.subprocess.DEVNULL)
+        )
+    except OSError as error:
+        raise ConfigError(f"{name}: {str(error.strerror).lower()}; name a Python") from None
+    if await process.wait():
+        raise ConfigError(
+            f"{name}: it has no package sglang; name the Python of an environment that has it: "
+            "python3 -m venv sglang && sglang/bin/pip install sglang, then sglang/bin/python"
+        )
 
 
 def check_descriptors(config: Config) -> None:

@@ -15,7 +15,7 @@ release it.
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,7 +25,8 @@ from rollmesh.core.errors import AddressError, ConfigError, UserError
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.process import start_ticks
-from rollmesh.core.share import RunClaimRecord, Share, place, read_claim, write_claim
+from rollmesh.core.share import TRAIN_CLUSTER, RunClaimRecord, Share, place, read_claim, write_claim
+from rollmesh.launch.devices import GrantedGpus
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.keys import Role, check_dial, read_scheduler_keys
 from rollmesh.wire.scheduling import (
@@ -56,8 +57,16 @@ class PipelineStatus(msgspec.Struct):
     run: RunClaim | None = None
 
 
+class NodeStatus(msgspec.Struct, frozen=True):
+    """The part of a node's view that launch needs."""
+
+    name: str
+    gpus: tuple[int, ...]
+
+
 class _View(msgspec.Struct):
     pipelines: tuple[PipelineStatus, ...] = ()
+    nodes: tuple[NodeStatus, ...] = ()
 
 
 def check_share(
@@ -116,6 +125,38 @@ def _check_admitted(share: Share, settings: LaunchConfig) -> None:
 
 def read_pipeline(share: Share, settings: LaunchConfig) -> PipelineStatus:
     """Return the pipeline's status at the scheduler."""
+    [pipeline] = _read_view(share, settings).pipelines
+    return pipeline
+
+
+def read_grant(share: Share, settings: LaunchConfig) -> GrantedGpus:
+    """Return the GPUs that the scheduler may grant to the pipeline's engines and trainer."""
+    view = _read_view(share, settings)
+    [pipeline] = view.pipelines
+    return granted_gpus(pipeline.spec, view.nodes)
+
+
+def granted_gpus(spec: PipelineSpec, nodes: Sequence[NodeStatus]) -> GrantedGpus:
+    """Return a pipeline's GPUs by their place in their node."""
+    places = {gpu: (node.name, at) for node in nodes for at, gpu in enumerate(node.gpus)}
+    trained = spec.clusters.get(TRAIN_CLUSTER, ())
+    gpus = [gpu for gpu in (*spec.generation, *trained) if gpu in places]
+    names = sorted({places[gpu][0] for gpu in gpus})
+    workers = range(0, len(spec.generation), spec.tp)
+    of_engines = [spec.generation[at : at + spec.tp] for at in workers]
+    return GrantedGpus(
+        tuple(_places(each, places) for each in of_engines),
+        _places(trained, places),
+        tuple(names),
+    )
+
+
+def _places(gpus: Sequence[int], places: Mapping[int, tuple[str, int]]) -> tuple[int, ...]:
+    """Return the place of each GPU; a node that has not joined yet has none, so all are its."""
+    return tuple(places[gpu][1] if gpu in places else gpu for gpu in gpus)
+
+
+def _read_view(share: Share, settings: LaunchConfig) -> _View:
     timeout_s = settings.scheduler_timeout_s
     reply = send_request(share, ReadScheduler(new_id("read-"), share.pipeline_id), timeout_s)
     if not reply:
@@ -126,8 +167,7 @@ def read_pipeline(share: Share, settings: LaunchConfig) -> PipelineStatus:
     answer, body = reply
     if not answer.ok:
         raise ConfigError(f"--pipeline {share.pipeline_id}: {answer.error}")
-    [pipeline] = msgspec.json.decode(body, type=_View).pipelines
-    return pipeline
+    return msgspec.json.decode(body, type=_View)
 
 
 def send_request(

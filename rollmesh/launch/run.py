@@ -21,19 +21,21 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import UserError
 from rollmesh.core.files import FileTail
+from rollmesh.core.gpus import visible_gpus
 from rollmesh.core.logs import setup
 from rollmesh.core.orphans import new_mark
 from rollmesh.core.process import FAILED, USAGE
 from rollmesh.core.run_state import RunState
 from rollmesh.core.share import Share
 from rollmesh.launch.checks import check
+from rollmesh.launch.devices import Devices, assign_devices, with_devices
 from rollmesh.launch.folder import RunFolder, config_path
 from rollmesh.launch.hosts.base import Host
 from rollmesh.launch.hosts.slurm import Allocation, find_allocation, place_in_job, sized
 from rollmesh.launch.keys import check_run_keys, make_engine_key, make_run_keys
 from rollmesh.launch.machine import MeshState, RunEnd
 from rollmesh.launch.notices import ErrorTail, RecoveryTail, RolloutFailures
-from rollmesh.launch.pipeline import claim_name, new_claim, release_name
+from rollmesh.launch.pipeline import claim_name, new_claim, read_grant, release_name
 from rollmesh.launch.plan import (
     ChildPlan,
     for_cluster,
@@ -109,7 +111,9 @@ class LaunchedRun:
             check_run_keys(f"--on {cluster}", has_keys=self._order.has_keys)
             self._config = on_network(self._config, self._join_cluster())
         config = self._config
-        await check(config, bool(self._order.make_model), self._order.share, self._print)
+        makes_model, is_local = bool(self._order.make_model), not self._order.cluster
+        await check(config, makes_model, self._order.share, self._print, is_local=is_local)
+        devices = self._devices() if is_local else {}
         if self._order.about:
             with ignore_closed_output():
                 self._console.print(self._order.about, markup=False)
@@ -120,7 +124,7 @@ class LaunchedRun:
             resumed = start_weights(config) if self._order.resume else None
             order, path = self._order, config_path(config)
             plans = plan_mesh(config, path, order.make_model, resumed, order.share)
-            mesh = self._place(plans, mark)
+            mesh = self._place(with_devices(plans, devices), mark)
             folder = RunFolder(config, resume=order.resume, resume_command=order.resume_command)
             setup("launch", folder.path, on_console=False)
             try:
@@ -133,6 +137,14 @@ class LaunchedRun:
                 raise
         self._sum_up(end, folder, sampler)
         return end.code
+
+    def _devices(self) -> Devices:
+        """Return the GPUs of this machine that each process uses."""
+        share, config = self._order.share, self._config
+        if config.engine.launch != "sglang" and not share:
+            return {}
+        granted = read_grant(share, config.launch) if share else None
+        return assign_devices(config, visible_gpus(), granted)
 
     def _join_cluster(self) -> str:
         """Find the cluster; return the address of this node for the others."""
@@ -305,6 +317,8 @@ class ServingMesh:
         config = self._config
         settings = ("--config", str(config_path(config)))
         plans = plan_serving(config, settings, router_options=("--fixed-weights",))
+        if config.engine.launch == "sglang":
+            plans = with_devices(plans, assign_devices(config, visible_gpus(), trains=False))
         mesh = open_mesh(plans)
         self.folder = RunFolder(config, resume_command=self._resume_command)
         setup("launch", self.folder.path, on_console=False)

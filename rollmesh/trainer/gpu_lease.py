@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 
 from rollmesh.core.errors import UserError
 from rollmesh.core.logs import get_logger
-from rollmesh.core.share import Share
+from rollmesh.core.share import TRAIN_CLUSTER, Share
 from rollmesh.core.types import GroupRecord
 from rollmesh.serve.coordinator.claims import WITHDRAW_TIMEOUT_S
 from rollmesh.serve.coordinator.hooks import GpuTicket, PipelineHooks
@@ -40,8 +40,6 @@ class Offloadable(Protocol):
         """Move everything back to the GPUs."""
 
 
-TRAIN_CLUSTER = "actor_train"
-"""Name of the cluster that a train step needs as a whole."""
 GRANT_WAIT_S = 0.25
 """Longest wait of `may_train` for a grant."""
 STOP_SHARE = 0.25

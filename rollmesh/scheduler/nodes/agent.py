@@ -10,14 +10,13 @@
 """
 
 import enum
-import itertools
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 from rollmesh.core.errors import UserError
+from rollmesh.core.gpus import visible_gpus
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.wire.frames import Packet
@@ -35,7 +34,6 @@ SILENT_S = 2 * REJOIN_S
 """Silence of the scheduler after which a warning is logged."""
 SCHEDULER = b""
 """Route of an agent's only peer."""
-_NVIDIA_SMI = ("nvidia-smi", "-L")
 
 
 class AgentPhase(enum.StrEnum):
@@ -128,24 +126,7 @@ def num_gpus(
     list_gpus: Callable[[], str] | None = None,
 ) -> int:
     """Number of usable GPUs of this machine; UserError if it cannot be determined."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        words = [word.strip() for word in visible.split(",") if word.strip()]
-        # As in CUDA: entries after an invalid one are ignored.
-        found = len(list(itertools.takewhile(lambda word: not word.startswith("-"), words)))
-    else:
-        lines = (list_gpus or _listed)().splitlines()
-        found = sum(line.startswith("GPU ") for line in lines)
+    found = len(visible_gpus(environment, list_gpus))
     if not found:
         raise UserError("no GPU found on this machine; give their number with --gpus N")
     return found
-
-
-def _listed() -> str:
-    try:
-        listed = subprocess.run(
-            _NVIDIA_SMI, capture_output=True, text=True, timeout=30, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return listed.stdout if listed.returncode == 0 else ""

@@ -14,14 +14,13 @@ import pytest
 
 from rollmesh.core.config import Config, JournalConfig, ModelConfig, TrainerConfig
 from rollmesh.core.errors import ConfigError, UserError
-from rollmesh.core.share import Share, check_may_share
+from rollmesh.core.share import TRAIN_CLUSTER, Share, check_may_share
 from rollmesh.core.types import GroupRecord, NodeRow, Outcome, RolloutRecord, Task, VersionRun
 from rollmesh.serve.coordinator.claims import ProgramMessage
 from rollmesh.serve.coordinator.hooks import PipelineHooks
 from rollmesh.trainer.checkpoints.recovery import restored_staleness
 from rollmesh.trainer.controller.spec import Meeting
 from rollmesh.trainer.gpu_lease import (
-    TRAIN_CLUSTER,
     ExclusiveGpus,
     Offloadable,
     ScheduledGpus,
