@@ -70,7 +70,7 @@ def until(log: Iterator[Row], fits: Callable[[Row], bool]) -> Row:
 
 def is_ready(row: Row) -> bool:
     """Whether a line of launch's log reports that engine-0 is ready."""
-    return row["event"] == "child.ready" and row["child"] == "engine-0"
+    return bool(row["event"] == "child.ready" and row["child"] == "engine-0")
 
 
 def server_of(wrapper: int) -> psutil.Process:
