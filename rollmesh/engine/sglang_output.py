@@ -87,15 +87,17 @@ class OutputTail:
         if text := _STAMP.sub("", line).strip():
             self._lines.append(text)
 
-    def reason(self) -> EndReason:
-        """Return the reason of the end, by the lines so far."""
+    def reason(self, code: int = 1) -> EndReason:
+        """Return the reason of the end with the exit code `code`, by the lines so far."""
         for line in self._lines:
             if (found := _known_reason(line)) is not None:
                 return found
         errors = [line for line in self._lines if _ERROR.match(line)]
         # A child's exception is followed by that of the parent which lost it, so the first counts.
-        last = errors[0] if errors else next(reversed(self._lines), "")
-        return EndReason(_short(last))
+        if errors:
+            return EndReason(_short(errors[0]))
+        is_killed = code < 0  # then the last line is not the reason
+        return EndReason("" if is_killed else _short(next(reversed(self._lines), "")))
 
 
 def _known_reason(line: str) -> EndReason | None:

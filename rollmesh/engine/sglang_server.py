@@ -15,13 +15,15 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
+from typing import IO
 
 import msgspec
 from aiohttp import ClientError, ClientSession, ClientTimeout
@@ -122,7 +124,15 @@ async def _run(order: ServerOrder) -> int:
     for attempt in range(1, PORT_ATTEMPTS + 1):
         with contextlib.ExitStack() as stack:
             reserved = stack.enter_context(_reserved(order))
-            server = SglangServer(order, reserved, stack.enter_context(_key_file()))
+            # What only the load needs is removed once the server is ready.
+            loading = stack.enter_context(contextlib.ExitStack())
+            model = loading.enter_context(_kept(order))
+            server = SglangServer(
+                msgspec.structs.replace(order, model=model),
+                reserved,
+                loading.enter_context(_key_file()),
+                on_ready=loading.close,
+            )
             try:
                 code = await server.run(stop, is_last=attempt == PORT_ATTEMPTS)
             finally:
@@ -136,6 +146,28 @@ def _reserved(order: ServerOrder) -> socket.socket:
     if order.listen_fd is not None:
         return socket.socket(fileno=os.dup(order.listen_fd))
     return reserve(order.bind)
+
+
+@contextlib.contextmanager
+def _kept(order: ServerOrder) -> Iterator[Path]:
+    """Yield the folder of the weights: of published ones, which the trainer may remove during a
+    slow load, a folder of hard links.
+    """
+    run = order.config.run_folder()
+    if order.model.absolute().parent != (run / "weights").absolute():
+        yield order.model
+        return
+    links = run.absolute() / "loading" / order.role
+    shutil.rmtree(links, ignore_errors=True)  # of a process that was killed
+    try:
+        shutil.copytree(order.model, links, copy_function=os.link)
+    except (OSError, shutil.Error):  # gone already, or the file system has no hard links
+        links = order.model
+    try:
+        yield links
+    finally:
+        if links != order.model:
+            shutil.rmtree(links, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -157,7 +189,15 @@ def _key_file() -> Iterator[str]:
 class SglangServer:
     """One server process, from its start to the end of all that it started."""
 
-    def __init__(self, order: ServerOrder, reserved: socket.socket, key_file: str) -> None:
+    def __init__(
+        self,
+        order: ServerOrder,
+        reserved: socket.socket,
+        key_file: str,
+        on_ready: Callable[[], object],
+    ) -> None:
+        """`reserved` is bound to its address; `key_file` is that of the API key, '' for none."""
+        self._on_ready = on_ready
         self._order = order
         self._reserved = reserved
         self._key_file = key_file
@@ -172,7 +212,6 @@ class SglangServer:
         another program took its port.
         """
         process = self._process = await self._start()
-        self._reading = asyncio.create_task(self._read(process), name="output")
         ended = asyncio.ensure_future(process.wait())
         stopping = asyncio.ensure_future(stop.wait())
         loading = asyncio.create_task(self._until_ready(), name="ready")
@@ -194,6 +233,7 @@ class SglangServer:
                     f"(engine.load_timeout_s); it was {self._progress.state}{self._see_log()}"
                 )
             loading.result()
+            self._on_ready()
             self._report()
             await asyncio.wait((ended, stopping), return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
@@ -226,18 +266,23 @@ class SglangServer:
         host, port = self._reserved.getsockname()[:2]
         argv = server_argv(self._order, host, port, self._key_file)
         log.info("engine.starting", argv=list(argv))
+        # Not asyncio's pipe: `wait` would then wait for the server's children, which hold it too.
+        reading, writing = os.pipe()
+        self._reading = asyncio.create_task(self._read(os.fdopen(reading, "rb", 0)), name="output")
         try:
             return await asyncio.create_subprocess_exec(
                 *argv,
                 **spawn_options(
                     environment=server_environment(os.environ, argv[0], self._mark),
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
+                    stdout=writing,
+                    stderr=writing,
                 ),
             )
         except OSError as error:
             why = str(error.strerror).lower()
             raise ConfigError(f"engine.python = {argv[0]}: {why}; name a Python") from None
+        finally:
+            os.close(writing)
 
     def _report(self) -> None:
         """Report that the server is ready."""
@@ -259,11 +304,13 @@ class SglangServer:
             if self._order.is_asleep:
                 await _release(session, self._order.weight_version)
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
+    async def _read(self, pipe: IO[bytes]) -> None:
         """Forward the output, and fold its lines, until all writers have closed it."""
-        assert process.stdout is not None
-        rest = b""
-        while chunk := await process.stdout.read(READ_BYTES):
+        reader, rest = asyncio.StreamReader(), b""
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        while chunk := await reader.read(READ_BYTES):
             # A progress bar returns to the start of its line by \r.
             *lines, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
             if len(rest) > MAX_LINE_BYTES:
@@ -295,7 +342,7 @@ class SglangServer:
     async def _why(self, code: int) -> str:
         """Return why the server ended; its children may still have to print the reason."""
         await self.end()
-        reason = self._tail.reason().text
+        reason = self._tail.reason(code).text
         return f"{describe_exit(code)}: {reason}" if reason else describe_exit(code)
 
     def _see_log(self) -> str:

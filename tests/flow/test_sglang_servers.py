@@ -81,7 +81,7 @@ def server_of(wrapper: int) -> psutil.Process:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(150)
 def test_a_run_starts_servers_and_restarts_a_killed_one_with_the_newest_weights(
     python: Path, tmp_path: Path
 ) -> None:
@@ -98,7 +98,7 @@ def test_a_run_starts_servers_and_restarts_a_killed_one_with_the_newest_weights(
         first.send_signal(signal.SIGKILL)
         died = until(launched, lambda row: row["event"] == "child.exited")
         assert (died["child"], died["code"]) == ("engine-0", 1)
-        assert died["line"].endswith("SGLang ended: killed by signal 9: Load weight end. elapsed")
+        assert died["line"] == "rollmesh: engine-0: SGLang ended: killed by signal 9"
         until(launched, is_ready)
         step = until(trained, lambda row: True)["step"]
         until(trained, lambda row: row["step"] > step + 2)
@@ -108,7 +108,11 @@ def test_a_run_starts_servers_and_restarts_a_killed_one_with_the_newest_weights(
     assert len(starts) == 2
     assert [argv[argv.index("--port") + 1] for argv in starts] == [port_of(starts[0])] * 2
     assert int(starts[1][starts[1].index("--weight-version") + 1]) >= 1
-    assert "weights/v" in starts[1][starts[1].index("--model-path") + 1]
+    assert Path(starts[1][starts[1].index("--model-path") + 1]).parts[-2:] == (
+        "loading",
+        "engine-0",
+    )
+    assert not list((run / "loading").iterdir())
     assert read(run / "summary.json")["num_lost"] == 0
     assert not any(each.is_running() for each in begun)
     assert [row.pid for row in read_pids(run) if psutil.pid_exists(row.pid)] == []
@@ -190,14 +194,14 @@ def test_the_key_of_the_engines_is_in_no_command_line_and_no_output(
             server.model_info("another")
         assert server.model_info(KEY)["weight_version"] == "0"
         tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        assert len(tree) == 3
         for each in tree:
             assert KEY not in " ".join(each.cmdline())
         process.terminate()
         out, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0
     assert KEY not in out
-    assert not any(each.is_running() for each in tree)
+    _, alive = psutil.wait_procs(tree, timeout=WAIT_S)
+    assert alive == []
 
 
 @pytest.mark.slow

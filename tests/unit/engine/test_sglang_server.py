@@ -184,5 +184,13 @@ def test_a_port_that_is_taken_can_be_tried_again() -> None:
     assert reason_of(line)[1]
 
 
+def test_a_signal_is_not_explained_by_what_was_printed_before() -> None:
+    tail = OutputTail()
+    tail.add("Decode batch, #running-req: 3")
+    assert tail.reason(-9).text == ""
+    tail.add("RuntimeError: CUDA error: an illegal memory access was encountered")
+    assert "illegal memory access" in tail.reason(-9).text
+
+
 def test_a_long_reason_is_cut() -> None:
     assert len(reason_of("ValueError: " + "x" * 5000)[0]) < 400
