@@ -9,7 +9,7 @@ import asyncio
 
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation.sampler import Sampler, SamplerDeps
-from rollmesh.wire.fleet import EngineFaulted, FleetChanged
+from rollmesh.wire.fleet import AskTable, EngineFaulted, TableMessage
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import WorkerBeat, WorkerHello
 from rollmesh.wire.sockets import Dialer
@@ -36,8 +36,10 @@ class FleetWorker:
         self._dialer.close()
 
     def _on_packet(self, packet: Packet) -> None:
-        if isinstance(packet.message, FleetChanged):
-            self.view.update(packet.message, packet.router)
+        if isinstance(packet.message, TableMessage) and self.view.update(
+            packet.message, packet.router
+        ):
+            self._dialer.send(Packet(AskTable()))
 
     def _beat(self) -> None:
         self._dialer.send(Packet(WorkerBeat("worker-0", 0, True, 0, 0.0, 0, 0, 0, 0)))

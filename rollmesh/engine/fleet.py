@@ -26,8 +26,10 @@ from rollmesh.core.addresses import why_no_engine_url
 from rollmesh.core.types import UNVERSIONED
 from rollmesh.engine.members import ActivePublisher, FleetMember, Trust
 from rollmesh.engine.roster import FleetChanges, Roster
+from rollmesh.engine.table_sync import TableFeed
 from rollmesh.wire.fleet import (
     AddEngine,
+    AskTable,
     BeginUpdate,
     DropEngine,
     EngineFaulted,
@@ -43,6 +45,7 @@ from rollmesh.wire.fleet import (
     ReadFleet,
     RemoveEngine,
     SleepEngine,
+    TableMessage,
     WakeEngine,
 )
 from rollmesh.wire.machine import Received, Send, Ticked
@@ -90,8 +93,12 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     fence_s: float = 1.0
     """Time after which a fenced engine is tried again."""
     push_s: float = 1.0
-    """Interval of pushing the table to the workers; changes of phase or version are pushed at
-    once."""
+    """Interval of sending loads, and changes that can wait, to the workers; changes of phase or
+    version are sent at once."""
+    settle_s: float = 0.02
+    """Interval of messages during a burst of changes, such as a publication to all engines."""
+    digest_s: float = 10.0
+    """Interval of sending a checksum of the table, and all loads."""
     gone_s: float = 10.0
     """Time for which a removed engine is shown as GONE."""
     drain_settle_s: float = 1.0
@@ -147,7 +154,9 @@ class ContinueEngine(msgspec.Struct, frozen=True):
 
 
 class PublishTable(msgspec.Struct, frozen=True):
-    """Send `fleet.table()` to every worker."""
+    """Send `message` to every worker."""
+
+    message: TableMessage
 
 
 CONFIGURATION = b""
@@ -171,9 +180,9 @@ class Fleet:
         grace_s = self._settings.publisher_grace_s
         self._publisher = ActivePublisher(grace_s, self._settings.least_version)
         self._has_publisher = not self._settings.believes_engines
-        self._epoch = 0
         self._serial = 0
-        self._pushed_s = float("-inf")
+        settings = self._settings
+        self._feed = TableFeed(settings.push_s, settings.digest_s, settings.settle_s)
         for added in changes.added:
             self._join(added.url, is_verified=added.is_verified)
 
@@ -186,7 +195,7 @@ class Fleet:
         """Return all rows under the current epoch, in the order in which the engines joined."""
         rows = tuple(each.row for each in self._engines.values())
         return FleetChanged(
-            self._epoch, rows, self._publisher.verified_version, self._has_publisher
+            self._feed.epoch, rows, self._publisher.verified_version, self._has_publisher
         )
 
     def origins(self) -> tuple[EngineOrigin, ...]:
@@ -212,7 +221,6 @@ class Fleet:
 
     def step(self, event: Event, now_s: float) -> list[Action]:
         """Handle one event; unknown engines, late probes and foreign messages change nothing."""
-        before = self.table()
         answers: list[Action] = []
         match event:
             case EngineProbed():
@@ -225,14 +233,27 @@ class Fleet:
                     self._rejoin(engine, "its publisher left", now_s)
             case Received(route=route, message=message) if isinstance(message, FleetAsk):
                 answers = [Send(route, self._on_request(route, message, now_s))]
+            case Received(route=route, message=AskTable()):
+                answers = [Send(route, self.table())]
             case Received(route=route, message=AddEngine() | DropEngine() as change):
                 error = self._on_change(change, now_s)
                 answers = [Send(route, FleetAnswered(change.ask_id, not error, error, 0, ()))]
         actions = self._tend(now_s)
         self._has_publisher = self._knows_publisher(now_s)
-        return [*self._push(before, now_s), *map(self._complete, answers), *actions]
+        rows = {url: engine.row for url, engine in self._engines.items()}
+        self._feed.look(rows, self._publisher.verified_version, self._has_publisher)
+        pushes = map(PublishTable, self._feed.take(now_s))
+        return [*pushes, *map(self._complete, answers), *actions]
+
+    @property
+    def due_s(self) -> float:
+        """Time at which workers must be sent changes that the last step kept back."""
+        return self._feed.due_s
 
     def _complete(self, action: Action) -> Action:
+        """Add the table, when its epoch is known, to an answer."""
+        if isinstance(action, Send) and isinstance(action.message, FleetChanged):
+            return Send(action.route, self.table())
         if isinstance(action, Send) and isinstance(action.message, FleetAnswered):
             table = self.table()
             message = msgspec.structs.replace(
@@ -250,16 +271,6 @@ class Fleet:
         if publisher.is_announced(now_s):
             return True
         return any(e.row.phase is EnginePhase.UPDATING for e in self._engines.values())
-
-    def _push(self, before: FleetChanged, now_s: float) -> list[Action]:
-        after = self.table()
-        if after != before:
-            self._epoch += 1
-        urgent = _urgent_parts(before) != _urgent_parts(after)
-        if not urgent and now_s < self._pushed_s + self._settings.push_s:
-            return []
-        self._pushed_s = now_s
-        return [PublishTable()]
 
     # the operator's requests
 
@@ -587,9 +598,3 @@ class Fleet:
 
     def _is_live(self, engine: FleetMember) -> bool:
         return engine.row.phase in (EnginePhase.READY, EnginePhase.UPDATING)
-
-
-def _urgent_parts(table: FleetChanged) -> tuple[object, ...]:
-    """Return the parts of a table whose changes workers get at once."""
-    rows = [(row.url, row.phase, row.policy_version) for row in table.engines]
-    return (table.has_publisher, rows)

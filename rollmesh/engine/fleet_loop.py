@@ -108,7 +108,11 @@ class FleetLoop:
         self._probe_timeout_s = probe_timeout_s
         self._clock = clock or SystemClock()
         self._fleet = Fleet(
-            FleetSettings(believes_engines=True, answer_s=probe_timeout_s + ANSWER_MARGIN_S)
+            FleetSettings(
+                believes_engines=True,
+                answer_s=probe_timeout_s + ANSWER_MARGIN_S,
+                settle_s=0.0,  # the view is in this process
+            )
         )
         self._probes_due: list[ProbeEngine | ContinueEngine] = []
         self._phases: dict[str, EnginePhase] = {}

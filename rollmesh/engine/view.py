@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 from rollmesh.core.types import UNVERSIONED
-from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
+from rollmesh.engine.table_sync import Effect, TableCopy
+from rollmesh.wire.fleet import EnginePhase, EngineRow, TableMessage
 
 MAX_STICKY_SESSIONS = 16_384
 """Sessions whose engine is remembered; the least recently used is forgotten first."""
@@ -22,7 +23,8 @@ OVERLOAD_MARGIN = 4
 """An engine is overloaded with more than FACTOR times the requests of the least loaded plus MARGIN:
 a session that moves pays a prefill of all its tokens and must not want to move back."""
 OVERLOAD_TABLES = 3
-"""Consecutive tables (one each second) with an overloaded engine before sessions leave it."""
+"""Reports of loads in a row (one each second) that show an engine overloaded before sessions leave
+it."""
 MOVING_SHARE = 8
 """Between two tables, one in this many of its requests may move."""
 
@@ -59,34 +61,45 @@ class FleetView:
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[], None]] = []
-        self._rows: dict[str, EngineRow] = {}
-        self._published = UNVERSIONED
-        self.has_publisher = True
-        """Whether the wanted version is required; see FleetChanged."""
-        self._router = ""
-        self._epoch = -1
+        self._copy = TableCopy()
         self._loads: dict[str, _Load] = {}
         self._sticky: OrderedDict[str, str] = OrderedDict()
 
-    def update(self, table: FleetChanged, router: str) -> None:
-        """Apply `table` from the router of incarnation `router`, unless a newer one is known."""
-        if router == self._router and table.epoch <= self._epoch:
-            if table.epoch == self._epoch:
-                # An unchanged table still counts as a further sample of the load.
-                self._update_overloaded()
-            return
-        self._router, self._epoch = router, table.epoch
-        self._rows = {row.url: row for row in table.engines}
-        self._published, self.has_publisher = table.published, table.has_publisher
-        for row in table.engines:
-            load = self._loads.setdefault(row.url, _Load())
-            load.num_others = max(0, row.num_running + row.num_waiting - load.num_own)
-        for url in self._loads.keys() - self._rows.keys():
+    @property
+    def has_publisher(self) -> bool:
+        """Whether the wanted version is required; see FleetChanged."""
+        return self._copy.has_publisher
+
+    def place(self) -> tuple[str, int]:
+        """Return the router's incarnation and the epoch of the table; '' and -1 for none."""
+        return self._copy.place()
+
+    @property
+    def _rows(self) -> dict[str, EngineRow]:
+        return self._copy.rows
+
+    def update(self, message: TableMessage, router: str) -> bool:
+        """Apply a message from the router of incarnation `router`, unless it is late; return
+        whether the whole table has to be asked for.
+        """
+        effect = self._copy.take(message, router)
+        if effect is not Effect.NONE:
+            self._take_loads()
+        if effect in (Effect.LOADS, Effect.TABLE):
+            self._update_overloaded()
+        if effect in (Effect.ROWS, Effect.TABLE):
+            for listener in self.listeners:
+                listener()
+        return self._copy.take_ask()
+
+    def _take_loads(self) -> None:
+        """Update loads of other processes, and forget those of engines that are gone."""
+        for url, total in self._copy.loads.items():
+            load = self._loads.setdefault(url, _Load())
+            load.num_others = max(0, total - load.num_own)
+        for url in self._loads.keys() - self._copy.loads.keys():
             if not self._loads[url].num_own and not self._loads[url].num_queued:
                 del self._loads[url]
-        self._update_overloaded()
-        for listener in self.listeners:
-            listener()
 
     def choose(
         self, session_key: str, min_policy_version: int, avoid: Collection[str] = ()
@@ -134,8 +147,8 @@ class FleetView:
 
     def why_never(self, min_policy_version: int) -> str:
         """Return why weights this new will never come, in a line; '' if they may."""
-        newest = max([self._published, *(row.policy_version for row in self._rows.values())])
-        is_known = self.has_publisher and self._published != UNVERSIONED
+        newest = max([self._copy.published, *(row.policy_version for row in self._rows.values())])
+        is_known = self.has_publisher and self._copy.published != UNVERSIONED
         if not is_known or min_policy_version <= newest:
             return ""
         was = f"what it began with, policy version {min_policy_version}, was of another run"

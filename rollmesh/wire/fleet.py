@@ -1,6 +1,7 @@
 """Messages about engines: their table, and requests that change it.
 
-router -> worker   FleetChanged             worker -> router   EngineFaulted
+router -> worker   FleetChanged EnginesChanged LoadsChanged TableDigest
+worker -> router   EngineFaulted; AskTable: FleetChanged
 publisher, launch, coordinator -> router   JoinEngine BeginUpdate FinishUpdate SleepEngine
                                          WakeEngine FenceEngine RemoveEngine ReadFleet:
                                          FleetAnswered
@@ -50,7 +51,8 @@ class EngineRow(msgspec.Struct, frozen=True, array_like=True):
 
 class FleetChanged(Message, frozen=True, tag="fleet_changed"):
     epoch: int
-    """Grows with each change; an older table never replaces a newer one of the same router."""
+    """Grows with each change but of loads; an older table never replaces a newer one of the same
+    router."""
     engines: tuple[EngineRow, ...]
     published: int = -1
     """Version that a publisher published last. It is older than one that a session has seen if a
@@ -58,6 +60,46 @@ class FleetChanged(Message, frozen=True, tag="fleet_changed"):
     has_publisher: bool = True
     """Whether a publisher numbers these weights, so that a session never moves to an older version.
     False if engines number them as they like, and a version is a preference."""
+
+
+class EnginesChanged(Message, frozen=True, tag="engines_changed"):
+    """The rows that changed since an earlier epoch; a worker with an older table asks for all."""
+
+    epoch: int
+    since: int
+    """Epoch of the table that these changes complete; a newer one may have some of them."""
+    engines: tuple[EngineRow, ...]
+    removed: tuple[str, ...] = ()
+    """URLs that are no longer in the table."""
+    published: int = -1
+    has_publisher: bool = True
+
+
+class LoadsChanged(Message, frozen=True, tag="loads_changed"):
+    """Loads (requests that run or wait) that moved noticeably, each second."""
+
+    epoch: int
+    """Epoch of the table to which the places belong."""
+    places: tuple[int, ...] = ()
+    """Places of the engines in the table sorted by URL; empty: all of them, or none."""
+    loads: tuple[int, ...] = ()
+
+
+class TableDigest(Message, frozen=True, tag="table_digest"):
+    """All loads, and a checksum by which a worker knows that its table is right."""
+
+    epoch: int
+    checksum: int
+    """CRC-32 of the table without loads; see engine/table_sync.py."""
+    loads: tuple[int, ...] = ()
+    """In the order of the URLs."""
+
+
+TableMessage = FleetChanged | EnginesChanged | LoadsChanged | TableDigest
+
+
+class AskTable(Message, frozen=True, tag="ask_table"):
+    """From a worker that missed a change; the answer is a FleetChanged."""
 
 
 class PublisherLeft(Message, frozen=True, tag="publisher_left"):

@@ -20,7 +20,14 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.logs import Occasional, get_logger
-from rollmesh.wire.fleet import EngineFaulted, FleetAsk, OperatorAsk, PublisherLeft, ReadFleet
+from rollmesh.wire.fleet import (
+    AskTable,
+    EngineFaulted,
+    FleetAsk,
+    OperatorAsk,
+    PublisherLeft,
+    ReadFleet,
+)
 from rollmesh.wire.header import Message
 from rollmesh.wire.keys import HUB, MEMBERS, Keys, Member, Role, read_members
 from rollmesh.wire.messages import (
@@ -75,6 +82,7 @@ ROUTER: Table = {
             GroupLost,
             EnvFailed,
             EngineFaulted,
+            AskTable,
         }
     ),
     Role.CLIENT: _CLIENT,

@@ -25,13 +25,14 @@ import msgspec
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.wire.fleet import (
+    AskTable,
     EngineFaulted,
     EnginesListed,
     FleetAnswered,
     FleetAsk,
-    FleetChanged,
     OperatorAsk,
     PublisherLeft,
+    TableMessage,
 )
 from rollmesh.wire.header import Message, Seconds
 from rollmesh.wire.ranks import RankMessage
@@ -337,7 +338,7 @@ AnyMessage = (
     | AskRefused
     | RunGroup
     | CancelRun
-    | FleetChanged
+    | TableMessage
     | DrainWorker
     | WorkerHello
     | WorkerBeat
@@ -349,6 +350,7 @@ AnyMessage = (
     | EnvFailed
     | EngineFaulted
     | PublisherLeft
+    | AskTable
     | GroupFinished
     | GroupAcked
     | ResultRefused

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from rollmesh.core.ids import GroupId
-from rollmesh.wire.fleet import EnginePhase, FleetAnswered, FleetChanged, JoinEngine, ReadFleet
+from rollmesh.engine.table_sync import TableCopy
+from rollmesh.wire.fleet import EnginePhase, FleetAnswered, JoinEngine, ReadFleet, TableMessage
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import (
     AskGroup,
@@ -151,9 +152,18 @@ def test_an_engine_of_an_allowed_host_joins_on_request_and_the_table_reaches_the
         until(lambda: starter.of(FleetAnswered), starter)
         [answer] = starter.of(FleetAnswered)
         assert (answer.ask_id, answer.ok) == (7, True)
-        until(lambda: runner.of(FleetChanged) and runner.of(FleetChanged)[-1].engines, runner)
-        [row] = runner.of(FleetChanged)[-1].engines
+        until(lambda: table_of(runner).rows, runner)
+        [row] = table_of(runner).rows.values()
         assert (row.url, row.phase) == ("http://127.0.0.1:1", EnginePhase.JOINING)
+
+
+def table_of(worker: Peer) -> TableCopy:
+    """The table that the worker's messages make."""
+    copy = TableCopy()
+    for packet in worker.received:
+        if isinstance(packet.message, TableMessage):
+            copy.take(packet.message, packet.router)
+    return copy
 
 
 def test_addresses_that_other_hosts_reach_need_keys_or_a_token(tmp_path: Path) -> None:

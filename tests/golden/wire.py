@@ -51,6 +51,10 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.RunGroup(GROUP, 2, 16, "tcp://h:1", 90.5, TICKET),
     m.CancelRun(GROUP, "stale"),
     f.FleetChanged(9, (ENGINE,), 12, False),
+    f.EnginesChanged(9, 7, (ENGINE,), ("http://e:2",), 12, False),
+    f.LoadsChanged(9, (1, 300), (0, 70000)),
+    f.TableDigest(9, 3000000000, (7, 0)),
+    f.AskTable(),
     f.PublisherLeft(),
     m.DrainWorker("update"),
     m.WorkerHello(

@@ -50,7 +50,7 @@ from rollmesh.trainer.pacing.lifecycle import GroupRequested as CourseAsked
 from rollmesh.trainer.pacing.lifecycle import QueueGroup as CourseKeep
 from rollmesh.trainer.staleness import Action as StalenessAction
 from rollmesh.trainer.staleness import StalenessManager
-from rollmesh.wire.fleet import EnginePhase, FenceEngine
+from rollmesh.wire.fleet import AskTable, EnginePhase, FenceEngine
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import GroupFinished
@@ -99,6 +99,13 @@ class FleetWhoseLeasesLast(Fleet):
         for engine in self._engines.values():
             if engine.row.phase is EnginePhase.UPDATING:
                 engine.until_s = math.inf
+        return super().step(event, now_s)
+
+
+class FleetThatAnswersNoAskForTheTable(Fleet):
+    def step(self, event: FleetEvent, now_s: float) -> list[FleetAction]:
+        if isinstance(event, Received) and isinstance(event.message, AskTable):
+            return []
         return super().step(event, now_s)
 
 
@@ -268,6 +275,7 @@ BROKEN = [
     StepMachines(group_scheduler=SchedulerThatExcusesAll),
     StepMachines(fleet=FleetWhoseLeasesLast),
     StepMachines(fleet=FleetThatFencesTheLastEngine),
+    StepMachines(fleet=FleetThatAnswersNoAskForTheTable),
     StepMachines(generation=GenerationThatTakesOlderWeights),
     StepMachines(book=JournalThatForgetsTakenGroups),
     StepMachines(book=JournalThatWritesOneEntryLate),

@@ -50,6 +50,7 @@ from rollmesh.serve.router.workers import WorkerHealth
 from rollmesh.serve.status_app import SnapshotCell, StatusApp
 from rollmesh.wire.fleet import (
     AddEngine,
+    AskTable,
     DropEngine,
     EngineFaulted,
     EnginesListed,
@@ -207,7 +208,7 @@ GC_THRESHOLDS = (10_000, 100, 50)
 million rollouts wait.
 """
 _OF_THE_FLEET = frozenset(
-    {*typing.get_args(FleetAsk), AddEngine, DropEngine, EngineFaulted, PublisherLeft}
+    {*typing.get_args(FleetAsk), AddEngine, AskTable, DropEngine, EngineFaulted, PublisherLeft}
 )
 _OF_WORKERS = frozenset({WorkerHello, WorkerLeft, WorkerExited, EnvFailed})
 
@@ -344,6 +345,8 @@ class RouterLoop:
         if now_s >= self._news.due_s:
             for outgoing in self._news.take():
                 self._hub.send(outgoing.route, Packet(outgoing.message, self.incarnation))
+        if now_s >= self._fleet.due_s:
+            self._step_fleet(Ticked())
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self._tick_s
             for exited in self._pids.take_ended():
@@ -360,7 +363,8 @@ class RouterLoop:
 
     def idle_s(self) -> float:
         """Return for how long nothing needs a turn if nothing arrives."""
-        return max(0.0, min(self._news.due_s, self._next_tick_s) - self._clock.now_s())
+        due_s = min(self._news.due_s, self._fleet.due_s, self._next_tick_s)
+        return max(0.0, due_s - self._clock.now_s())
 
     def close(self) -> None:
         """Stop watching processes."""
@@ -438,8 +442,8 @@ class RouterLoop:
 
     def _carry_out(self, action: FleetAction) -> None:
         if isinstance(action, PublishTable):
-            table = Packet(self._fleet.table(), self.incarnation)
-            self._hub.send_all(self._group_scheduler.worker_routes(), table)
+            packet = Packet(action.message, self.incarnation)
+            self._hub.send_all(self._group_scheduler.worker_routes(), packet)
         elif isinstance(action, Send):
             self._send([action])
         else:

@@ -50,7 +50,7 @@ from rollmesh.serve.server.worker_machine import (
     WorkerState,
     WornOut,
 )
-from rollmesh.wire.fleet import EngineFaulted, FleetChanged
+from rollmesh.wire.fleet import AskTable, EngineFaulted, TableMessage
 from rollmesh.wire.frames import Packet, decode_ask
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
@@ -179,8 +179,10 @@ class Worker:
 
     def receive(self, route: bytes, packet: Packet) -> None:
         """Handle a packet."""
-        if isinstance(packet.message, FleetChanged):
-            self.view.update(packet.message, packet.router)
+        if isinstance(packet.message, TableMessage) and self.view.update(
+            packet.message, packet.router
+        ):
+            self._post.send(ROUTER, Packet(AskTable(), self._machine.router))
         router = self._machine.router
         self._step(Received(route, packet.message, packet.body, packet.router))
         if router not in ("", self._machine.router):

@@ -79,6 +79,12 @@ def unsettled(
     ]
     found += [f"{e.name} runs {len(e.running)} requests" for e in engines if e.running]
     found += [f"{e.name} is paused" for e in engines if e.paused]
+    current = (router.incarnation, router.fleet.table().epoch)
+    found += [
+        f"{w.name} has the table of {w.view.place()}, not {current}"
+        for w in workers
+        if w.alive and w.view.place() != current
+    ]
     return found
 
 

@@ -23,6 +23,7 @@ from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.wire.fleet import (
     AddEngine,
+    AskTable,
     DropEngine,
     EngineFaulted,
     EnginePhase,
@@ -51,7 +52,9 @@ MAX_ATTEMPTS = (1000, 3)
 MAX_QUEUED = (5, 10_000, 10_000)
 """Queue length of every third seed, often full."""
 CLIENT_GRACE_S = 3.0
-OF_THE_FLEET = frozenset({*typing.get_args(FleetAsk), AddEngine, DropEngine, EngineFaulted})
+OF_THE_FLEET = frozenset(
+    {*typing.get_args(FleetAsk), AddEngine, AskTable, DropEngine, EngineFaulted}
+)
 FLEET = FleetSettings(probe_s=0.5, join_probe_s=0.1, answer_s=1.0, fence_s=0.3, push_s=0.5)
 
 
@@ -194,9 +197,9 @@ class SimRouter(Node):
                 case Send():
                     if action.route:
                         self._send(action)
-                case PublishTable():
+                case PublishTable(message):
                     for route in self.group_scheduler.worker_routes():
-                        self._send(Send(route, table))
+                        self._send(Send(route, message))
                 case ProbeEngine(url, serial):
                     self._probe(url, serial, resume=False)
                 case ContinueEngine(url, serial):

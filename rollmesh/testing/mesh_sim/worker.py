@@ -56,7 +56,7 @@ from rollmesh.testing.mesh_sim.rollouts import (
     SimGroupTurns,
     SimRollout,
 )
-from rollmesh.wire.fleet import EngineFaulted, FleetChanged
+from rollmesh.wire.fleet import AskTable, EngineFaulted, TableMessage
 from rollmesh.wire.frames import Buffer, Packet, decode_ask
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import AskDrain, DrainAnswered, EnvFailed, WorkerBeat, WorkerExited
@@ -237,8 +237,9 @@ class SimWorker(Node):
         self._kernel.after(0.0, lambda: self._receive(source, packet), self)
 
     def _receive(self, source: str, packet: Packet) -> None:
-        if isinstance(packet.message, FleetChanged):
-            self.view.update(packet.message, packet.router)
+        if isinstance(packet.message, TableMessage):
+            if self.view.update(packet.message, packet.router):
+                self._network.send(self, "router", Packet(AskTable(), self.duties.router))
             self._tell_of_fleet()
         route = ROUTER if source == "router" else source.encode()
         event = Received(route, packet.message, packet.body, packet.router)

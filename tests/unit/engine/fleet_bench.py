@@ -11,7 +11,14 @@ from rollmesh.engine.fleet import (
     ProbeEngine,
     PublishTable,
 )
-from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetAnswered, FleetAsk, JoinEngine
+from rollmesh.wire.fleet import (
+    EnginePhase,
+    EngineRow,
+    FleetAnswered,
+    FleetAsk,
+    JoinEngine,
+    TableMessage,
+)
 from rollmesh.wire.machine import Received, Send, Ticked
 
 A, B = "http://a", "http://b"
@@ -26,7 +33,8 @@ class Bench:
         self.fleet = Fleet(msgspec.structs.replace(settings, allow_hosts=("a", "b")))
         self.now_s = 0.0
         self.pending: dict[str, ProbeEngine | ContinueEngine] = {}
-        self.num_pushes = 0
+        self.sent: list[TableMessage] = []
+        """What every worker was sent."""
         for url in urls:
             self.ask(JoinEngine(1, url))
 
@@ -34,7 +42,8 @@ class Bench:
         for action in actions:
             if isinstance(action, ProbeEngine | ContinueEngine):
                 self.pending[action.url] = action
-            self.num_pushes += isinstance(action, PublishTable)
+            if isinstance(action, PublishTable):
+                self.sent.append(action.message)
         return actions
 
     def ask(self, ask: FleetAsk, route: bytes = PUBLISHER) -> FleetAnswered:

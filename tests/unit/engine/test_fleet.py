@@ -12,21 +12,24 @@ from rollmesh.engine.fleet import (
     ProbeEngine,
 )
 from rollmesh.wire.fleet import (
+    AskTable,
     BeginUpdate,
     EngineFaulted,
     EnginePhase,
     EngineRow,
+    EnginesChanged,
     FenceEngine,
     FinishUpdate,
     FleetAsk,
     JoinEngine,
+    LoadsChanged,
     PublisherLeft,
     ReadFleet,
     RemoveEngine,
     SleepEngine,
     WakeEngine,
 )
-from rollmesh.wire.machine import Received
+from rollmesh.wire.machine import Received, Send
 from tests.unit.engine.fleet_bench import PUBLISHER, A, B, Bench, ready
 
 PROBE_TIMEOUT_S = EngineConfig().probe_timeout_s
@@ -286,16 +289,47 @@ def test_unknown_engine_is_refused_by_name() -> None:
     assert A in answer.error
 
 
-def test_table_is_pushed_at_once_on_a_change_and_each_second_otherwise() -> None:
+def test_changes_are_sent_at_once_and_loads_each_second() -> None:
     bench = ready(A)
-    pushes = bench.num_pushes
+    bench.tick(0.5)  # ends the burst of joining
+    num_sent = len(bench.sent)
+    bench.tick(0.25)
+    assert len(bench.sent) == num_sent
+    bench.tick(0.25)
+    assert [type(each) for each in bench.sent[num_sent:]] == [LoadsChanged]
+    bench.ask(BeginUpdate(2, A, 1, 30.0))
+    [change] = bench.sent[num_sent + 1 :]
+    assert isinstance(change, EnginesChanged)
+    assert [row.phase for row in change.engines] == [EnginePhase.UPDATING]
+
+
+def test_a_burst_of_changes_is_two_messages() -> None:
+    urls = [f"http://a:{number}" for number in range(1, 9)]
+    bench = ready(*urls)
     bench.tick(0.5)
-    assert bench.num_pushes == pushes
-    bench.ask(BeginUpdate(2, A, 1, 5.0))
-    assert bench.num_pushes == pushes + 1
-    bench.tick(1.0)
-    assert bench.num_pushes == pushes + 2
-    assert not bench.ask(ReadFleet(3)).error
+    bench.tick(0.1)
+    num_sent = len(bench.sent)
+    for number, url in enumerate(urls):
+        bench.now_s += 0.001
+        bench.ask(BeginUpdate(number, url, 1, 30.0))
+    assert bench.fleet.due_s == pytest.approx(bench.now_s - 0.007 + 0.02)
+    bench.tick(0.02)
+    first, rest = bench.sent[num_sent:]
+    assert isinstance(first, EnginesChanged)
+    assert isinstance(rest, EnginesChanged)
+    assert (len(first.engines), len(rest.engines)) == (1, 7)
+    assert (first.epoch, rest.since) == (rest.since, first.epoch)
+    assert bench.fleet.due_s == float("inf")
+
+
+def test_a_worker_that_asks_gets_the_whole_table() -> None:
+    bench = ready(A, B)
+    [answer] = [
+        action
+        for action in bench.fleet.step(Received(b"w", AskTable()), bench.now_s)
+        if isinstance(action, Send)
+    ]
+    assert answer == Send(b"w", bench.fleet.table())
 
 
 class RealEngine:
@@ -425,10 +459,12 @@ def test_a_fleet_of_fixed_weights_has_a_publisher_during_updates_and_their_grace
     bench = Bench(A, settings=FleetSettings(believes_engines=True))
     bench.answer(A, policy_version=7)
     assert not bench.fleet.table().has_publisher
-    before, num_pushes = bench.fleet.table().epoch, bench.num_pushes
+    bench.tick(0.5)
+    bench.tick(0.1)
+    before, num_sent = bench.fleet.table().epoch, len(bench.sent)
     bench.ask(BeginUpdate(1, A, 8, 5.0))
     assert bench.fleet.table().has_publisher
-    assert (bench.fleet.table().epoch, bench.num_pushes) == (before + 1, num_pushes + 1)
+    assert (bench.fleet.table().epoch, len(bench.sent)) == (before + 1, num_sent + 1)
     bench.ask(FinishUpdate(2, A, 8, True))
     assert bench.fleet.table().has_publisher
     bench.tick(FleetSettings().publisher_grace_s)
