@@ -428,6 +428,7 @@ RUN_FILES = {
     "state.json": "the state of the run, the cause of a failure and the command that resumes it",
     "pids.json": "processes that launch started",
     "addresses.json": "addresses of the router, its status and the page",
+    "engines.json": "engines that the operator added and removed",
     "telemetry.jsonl": "a row each second: workers, engines, queue",
     "metrics.jsonl": "a row for each train step",
     "trajectories.jsonl": "a row for each rollout that arrived, token by token",

@@ -45,7 +45,10 @@ VERBS = {
     "dashboard": Verb(
         "rollmesh.cli.status:dashboard", "serve the dashboard of a run, or list runs"
     ),
-    "engine": Verb("rollmesh.cli.processes:engine", "run an embedded engine process"),
+    "engine": Verb(
+        "rollmesh.cli.processes:engine",
+        "add, remove or list a mesh's engines, or run an embedded one",
+    ),
     "router": Verb("rollmesh.cli.processes:router", "run a router process"),
     "worker": Verb("rollmesh.cli.processes:worker", "run an environment worker process"),
     "gateway": Verb("rollmesh.cli.gateway:main", "serve capture sessions to agents elsewhere"),

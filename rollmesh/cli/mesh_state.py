@@ -35,6 +35,13 @@ from rollmesh.dashboard.rows import (
 from rollmesh.dashboard.view import RunView
 from rollmesh.launch.folder import Pid, read_addresses, read_pids, read_summary
 from rollmesh.serve.client.evaluation_files import PLAN
+from rollmesh.wire.fleet import (
+    AddEngine,
+    DropEngine,
+    EnginesListed,
+    FleetAnswered,
+    ListEngines,
+)
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Role, find_keys
 from rollmesh.wire.messages import AddressesAnswered, AskAddresses, AskDrain, DrainAnswered
@@ -93,7 +100,7 @@ def _is_run(folder: Path) -> bool:
 ANSWER_S = 3.0
 REPEAT_S = 0.5
 
-Answer = TypeVar("Answer", AddressesAnswered, DrainAnswered)
+Answer = TypeVar("Answer", AddressesAnswered, DrainAnswered, EnginesListed, FleetAnswered)
 
 
 def check_router(address: str) -> None:
@@ -124,32 +131,49 @@ def router_address(address: str) -> str:
     raise AddressError(f"--router {address}: does not report its tcp:// address; name that one")
 
 
-def send_request(
-    router: str,
-    message: AskAddresses | AskDrain,
-    kind: type[Answer],
-    run: Path | None = None,
-) -> Answer:
-    """Return the router's answer, of type `kind`; AddressError if there is none in time.
+class OperatorConnection:
+    """A connection to a router with the operator's key; it survives a restart of the router."""
 
-    `run` is the run folder whose keys are used; see find_keys.
-    """
-    keys = find_keys(router, Role.OPERATOR, run)
-    check_admitted(router, keys)
-    dialer = Dialer(router, new_id("verb"), keys)
-    try:
+    def __init__(self, router: str, run: Path | None = None) -> None:
+        """`run` is the run folder whose keys are used; see find_keys. AddressError if they are
+        refused."""
+        keys = find_keys(router, Role.OPERATOR, run)
+        check_admitted(router, keys)
+        self._router = router
+        self._dialer = Dialer(router, new_id("verb"), keys)
+
+    def ask(
+        self,
+        message: AskAddresses | AskDrain | AddEngine | DropEngine | ListEngines,
+        kind: type[Answer],
+    ) -> Answer:
+        """Return the router's answer, of type `kind`; AddressError if there is none in time.
+
+        The request is repeated until then; one that the router repeats changes nothing.
+        """
         end_s = time.monotonic() + ANSWER_S
         while time.monotonic() < end_s:
-            dialer.send(Packet(message))
-            wait([dialer], None, REPEAT_S)
-            for packet in dialer.receive():
-                if isinstance(packet.message, kind):
-                    return packet.message
-    finally:
-        dialer.close()
-    raise AddressError(
-        f"{router}: no answer from a router within {ANSWER_S:g} s; check its address and our keys"
-    )
+            self._dialer.send(Packet(message))
+            wait([self._dialer], None, REPEAT_S)
+            for packet in self._dialer.receive():
+                answer = packet.message
+                if isinstance(answer, kind) and answer.ask_id == message.ask_id:
+                    return answer
+        raise AddressError(
+            f"{self._router}: no answer from a router within {ANSWER_S:g} s; "
+            "check its address and our keys"
+        )
+
+    def close(self) -> None:
+        self._dialer.close()
+
+
+def send_request(
+    router: str, message: AskAddresses | AskDrain, kind: type[Answer], run: Path | None = None
+) -> Answer:
+    """Return the router's answer to one request; see OperatorConnection."""
+    with contextlib.closing(OperatorConnection(router, run)) as connection:
+        return connection.ask(message, kind)
 
 
 def _get(url: str, asked: str) -> RouterRow:

@@ -51,9 +51,14 @@ BIND_AGAIN_S = 0.2
 
 
 def engine(argv: list[str]) -> int:
-    """Run the embedded torch engine, which parses its own arguments, or an SGLang server."""
+    """Run the embedded torch engine, which parses its own arguments, or an SGLang server; or change
+    the engines of a living mesh."""
     if argv[:1] == ["sglang"]:
         return _sglang(argv[1:])
+    if argv and not argv[0].startswith("-"):
+        from rollmesh.cli import engines
+
+        return engines.main(argv)
     from rollmesh.engine.embedded.server import main
 
     allow_descriptors(PEERS, "an engine")

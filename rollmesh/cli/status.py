@@ -58,8 +58,8 @@ PIPE_WIDTH = 200
 ReadReport = Callable[[], MeshReport]
 
 
-def _add_mesh(arguments: argparse.ArgumentParser) -> None:
-    """Add the run folder or router of the mesh."""
+def add_mesh(arguments: argparse.ArgumentParser) -> None:
+    """Add the run folder or router of the mesh, for `reader_of` and `router_of`."""
     where = arguments.add_mutually_exclusive_group()
     where.add_argument(
         "run_folder", type=Path, nargs="?", help="run folder (default: the newest in runs/)"
@@ -75,7 +75,7 @@ def _add_mesh(arguments: argparse.ArgumentParser) -> None:
 def status(argv: list[str]) -> int:
     """`rollmesh status [RUN_FOLDER | --router ADDRESS]`: show a mesh, once or until Ctrl-C."""
     arguments = parser("status", "Show a run: its progress, workers, queue and engines.")
-    _add_mesh(arguments)
+    add_mesh(arguments)
     arguments.add_argument("--watch", action="store_true", help="refresh each second until Ctrl-C")
     arguments.add_argument(
         "--json", dest="is_json", action="store_true", help="print one JSON line"
@@ -213,8 +213,8 @@ def _groups(router: RouterRow) -> str:
 
 def _workers(router: RouterRow, logs: str) -> Iterator[RenderableType]:
     columns = [each for each in worker_columns() if not each.is_wide]
-    table = _table(*(each.title for each in columns if not each.is_number))
-    _add_numbers(table, *(each.title for each in columns if each.is_number))
+    table = table_of(*(each.title for each in columns if not each.is_number))
+    add_numbers(table, *(each.title for each in columns if each.is_number))
     for row in router.workers:
         table.add_row(*(_worker_cell(row, each) for each in columns))
     yield from (SPACE, table)
@@ -238,30 +238,30 @@ def _workers(router: RouterRow, logs: str) -> Iterator[RenderableType]:
 def _worker_cell(row: WorkerStatus, column: WorkerColumn) -> Text:
     value = getattr(row, column.field)
     if column.field == "state":
-        return _state(value, good=("live",))
+        return state_text(value, good=("live",))
     is_late = column.field == "loop_lag_s" and row.stalled_in
     return Text(column.cell(value), style="yellow" if is_late else "")
 
 
 def _engines(router: RouterRow) -> Iterator[RenderableType]:
-    table = _table("engine", "state")
-    _add_numbers(table, "version", "running", "waiting")
+    table = table_of("engine", "state")
+    add_numbers(table, "version", "running", "waiting")
     for row in router.engines:
         numbers = (row.policy_version, row.num_running, row.num_waiting)
-        table.add_row(Text(row.url), _state(row.phase, good=("ready",)), *map(str, numbers))
+        table.add_row(Text(row.url), state_text(row.phase, good=("ready",)), *map(str, numbers))
     yield from (SPACE, table)
     yield from (Text(f"{row.url}: {row.detail}") for row in router.engines if row.detail)
 
 
 def _processes(report: MeshReport) -> Table:
-    table = _table("process")
-    _add_numbers(table, "pid", "MB")
+    table = table_of("process")
+    add_numbers(table, "pid", "MB")
     for row in report.processes:
         table.add_row(Text(row.role), str(row.pid), f"{row.rss_bytes / MIB:,.0f}")
     return table
 
 
-def _table(*headings: str) -> Table:
+def table_of(*headings: str) -> Table:
     """Return a table whose first columns hold text: long names are folded on a narrow terminal."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for heading in headings:
@@ -269,12 +269,12 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _add_numbers(table: Table, *headings: str) -> None:
+def add_numbers(table: Table, *headings: str) -> None:
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
 
 
-def _state(state: str, good: tuple[str, ...]) -> Text:
+def state_text(state: str, good: tuple[str, ...]) -> Text:
     return Text(state, style="green" if state.lower() in good else "yellow")
 
 
@@ -289,14 +289,9 @@ def drain(argv: list[str]) -> int:
     """
     arguments = parser("drain", "Let a worker finish its rollouts, then stop its process.")
     arguments.add_argument("worker", help="id of the worker; `rollmesh status` lists them")
-    _add_mesh(arguments)
+    add_mesh(arguments)
     options = arguments.parse_args(argv)
-    run = options.run
-    if options.router:
-        router = router_address(options.router)
-    else:
-        folder = run_folder(options.run_folder or run)
-        router, run = address_of_router(folder), run or (folder if has_keys(folder) else None)
+    router, run = router_of(options)
     reason = "asked for by `rollmesh drain`"
     answer = send_request(router, AskDrain(1, options.worker, reason), DrainAnswered, run)
     if not answer.ok:
@@ -307,6 +302,16 @@ def drain(argv: list[str]) -> int:
     )
     print(f"router: {router}, status {facing(addresses.status_url, router)}")
     return OK
+
+
+def router_of(options: argparse.Namespace) -> tuple[str, Path | None]:
+    """Return the tcp:// address of the router that `add_mesh` names, and the run folder with its
+    keys, if known."""
+    run: Path | None = options.run
+    if options.router:
+        return router_address(options.router), run
+    folder = run_folder(options.run_folder or run)
+    return address_of_router(folder), run or (folder if has_keys(folder) else None)
 
 
 def address_of_router(folder: Path) -> str:

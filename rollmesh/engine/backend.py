@@ -115,6 +115,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     policy_version: int
     weight_version: str = ""
     """The engine's own name of its weights."""
+    architecture: str = ""
+    """The model's class, such as Qwen3ForCausalLM; '' if the engine does not report it."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True):

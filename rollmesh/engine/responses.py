@@ -74,6 +74,7 @@ class GenerateResponse(msgspec.Struct):
 class _ModelInfo(msgspec.Struct):
     model_path: str = ""
     weight_version: str = ""
+    architectures: list[str] | None = None
 
 
 class _Update(msgspec.Struct):
@@ -254,8 +255,8 @@ def model_info_of(raw: bytes) -> ModelInfo:
         info = _model_infos.decode(raw)
     except msgspec.MsgspecError as error:
         raise EngineUnavailable(f"sent malformed model info: {error}") from None
-    called = info.weight_version
-    return ModelInfo(info.model_path, policy_version_of(called), called)
+    called, classes = info.weight_version, info.architectures or [""]
+    return ModelInfo(info.model_path, policy_version_of(called), called, classes[0])
 
 
 def server_info_of(raw: bytes) -> dict[str, Any]:

@@ -190,11 +190,19 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     )
 
 
+OTHER_VERBS = (
+    "For engines of a living mesh: `rollmesh engine add URL`, `rollmesh engine remove URL` and "
+    "`rollmesh engine list`. `rollmesh engine sglang` starts an SGLang server. Each has its own "
+    "--help."
+)
+
+
 def parse(argv: Sequence[str] | None) -> Settings:
     """Parse the command line; options have SGLang's names if it has them."""
     parser = argparse.ArgumentParser(
         prog="rollmesh engine",
-        description="A small torch engine behind SGLang's native HTTP routes.",
+        description="Run a small torch engine behind SGLang's native HTTP routes.",
+        epilog=OTHER_VERBS,
     )
     parser.add_argument(
         "--model-dir",
