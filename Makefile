@@ -15,6 +15,8 @@
 #                               installs the extra `ray` (290 MB)
 #   make test-hosts             a mesh over hosts of its own (network namespaces), with faults of the network;
 #                               as root, 4 minutes on two cores
+#   make test-containers        builds both images and runs docker/compose.yaml by podman; root, Debian's packages,
+#                               4 GB of images
 #   make test-clients           real agents and SDKs through the gateway; writes docs/reference/clients.md
 #   make clients                only their environments, in .venv-clients (2.5 GB; npm for four)
 #   make clean                  remove the .venv and the caches; runs/ stays
@@ -31,7 +33,7 @@ ARGS   ?=
 BENCH  ?= $(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))
 SOURCE := rollmesh tests $(wildcard benchmarks examples)
 
-.PHONY: help demo test test-all chaos clients test-clients test-sglang test-ray test-hosts check format lint types arrows house docs bench \
+.PHONY: help demo test test-all chaos clients test-clients test-sglang test-ray test-hosts test-containers check format lint types arrows house docs bench \
         bench-peers setup sglang clean
 .DEFAULT_GOAL := help
 
@@ -43,7 +45,7 @@ demo: $(STAMP)
 
 # Two processes share the test files, in the order of their folders: the long files of tests/flow
 # come early, so that neither is left alone with one. ARGS="-n0" is one process, which a debugger needs.
-QUICK := not slow and not clients and not chaos
+QUICK := not slow and not clients and not chaos and not containers
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(QUICK)" $(ARGS)
@@ -62,6 +64,9 @@ test-ray: $(VENV)/.ray
 
 test-hosts: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/hosts $(ARGS)
+
+test-containers: $(STAMP)
+	@nice $(BIN)/python -m pytest -m containers tests/containers $(ARGS)
 
 chaos: $(STAMP)
 	@nice -n 15 $(BIN)/python -m pytest -m chaos -s tests/flow/test_chaos.py tests/flow/test_recovery.py tests/flow/test_publications.py tests/contract/test_pauses.py tests/security/test_kills_under_isolation.py tests/security/test_fuzz.py

@@ -29,11 +29,20 @@ class Condition(msgspec.Struct, frozen=True):
     condition: str
 
 
-class Mount(msgspec.Struct, frozen=True):
-    """A file of `configs`, and its path in the container."""
+class Bind(msgspec.Struct, frozen=True):
+    """Options of a mounted file of the host."""
 
+    create_host_path: bool = True
+
+
+class Mount(msgspec.Struct, frozen=True):
+    """A file of the host, relative to the compose file's folder, and its path in the container."""
+
+    type: str
     source: str
     target: str
+    read_only: bool = False
+    bind: Bind = Bind()
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -49,8 +58,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     build: Build | None = None
     entrypoint: list[str] = []
     environment: dict[str, str] = {}
-    volumes: list[str] = []
-    configs: list[Mount] = []
+    volumes: list[str | Mount] = []
     ports: list[str] = []
     depends_on: dict[str, Condition] = {}
     healthcheck: Health = Health()
@@ -79,18 +87,16 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
     def mounts(self) -> dict[str, str]:
         """The volume, or host folder, by its path in the container."""
-        parts = [each.split(":") for each in self.volumes]
+        parts = [each.split(":") for each in self.volumes if isinstance(each, str)]
         return {target: volume for volume, target, *_ in parts}
+
+    def files(self) -> list[Mount]:
+        """Mounted files of the host."""
+        return [each for each in self.volumes if isinstance(each, Mount)]
 
     def is_read_only(self, target: str) -> bool:
         """Whether the container may only read what is mounted at `target`."""
-        return any(each.endswith(f":{target}:ro") for each in self.volumes)
-
-
-class ConfigFile(msgspec.Struct, frozen=True):
-    """Path of a file of `configs`, relative to the compose file's folder."""
-
-    file: str
+        return any(str(each).endswith(f":{target}:ro") for each in self.volumes)
 
 
 class Network(msgspec.Struct, frozen=True):
@@ -102,7 +108,6 @@ class Network(msgspec.Struct, frozen=True):
 class Compose(msgspec.Struct, frozen=True):
     name: str
     services: dict[str, Service]
-    configs: dict[str, ConfigFile]
     volumes: dict[str, None]
     networks: dict[str, Network | None] = {}
 
@@ -143,5 +148,9 @@ def _extend(service: dict[str, Any], base: dict[str, Any]) -> None:
         elif isinstance(value, dict):
             _extend(service[key], value)
         elif key == "volumes":
-            taken = {each.split(":")[1] for each in service[key]}
-            service[key] += [each for each in value if each.split(":")[1] not in taken]
+            taken = set(map(_target, service[key]))
+            service[key] += [each for each in value if _target(each) not in taken]
+
+
+def _target(volume: str | dict[str, Any]) -> str:
+    return volume.split(":")[1] if isinstance(volume, str) else str(volume["target"])

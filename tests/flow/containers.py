@@ -190,15 +190,15 @@ class Containers:
             folder = self.volumes / volume.lstrip("/")
             folder.mkdir(parents=True, exist_ok=True)
             paths[target] = str(folder)
-        for mount in container.service.configs:
+        for mount in container.service.files():
             paths[mount.target] = str(container.folder / Path(mount.target).name)
             if not Path(paths[mount.target]).exists():
                 self._write_settings(mount.source, Path(paths[mount.target]), container)
         return paths
 
     def _write_settings(self, source: str, path: Path, container: Container) -> None:
-        """Write a file of `configs` with its paths and addresses translated."""
-        text = (DOCKER / self.compose.configs[source].file).read_text()
+        """Write a mounted settings file with its paths and addresses translated."""
+        text = (DOCKER / source).read_text()
         path.touch()
         path.write_text(self._local(text, container))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tests.flow.compose import Build, Compose, ConfigFile, Health, Mount, Network, Service
+from tests.flow.compose import Build, Compose, Health, Mount, Network, Service
 from tests.flow.kustomize import Tree
 
 WORKLOADS = ("StatefulSet", "Deployment")
@@ -106,20 +106,19 @@ def as_compose(documents: list[Tree], settings: Path) -> Compose:
         for container in containers_of(document):
             pod = dialled_as(document)
             name = f"{pod}.{container.name}" if container.is_init else pod
-            services[name] = _service(container)
-    return Compose(
-        "k8s", services, {"mesh": ConfigFile(str(settings))}, {}, {"mesh": Network(internal=True)}
-    )
+            services[name] = _service(container, settings)
+    return Compose("k8s", services, {}, {"mesh": Network(internal=True)})
 
 
-def _service(container: Container) -> Service:
+def _service(container: Container, settings: Path) -> Service:
     command, args = container.argv()
-    volumes = [
+    volumes: list[str | Mount] = [
         f"{_folder(container.pod, volume)}:{target}{':ro' if container.reads_only(target) else ''}"
         for target, volume in container.mounts().items()
         if target not in SHARED and "configMap" not in volume
     ]
-    reads_settings = any("configMap" in each for each in container.mounts().values())
+    if any("configMap" in each for each in container.mounts().values()):
+        volumes.append(Mount("bind", str(settings), "/etc/rollmesh/mesh.toml", read_only=True))
     return Service(
         image=container.image,
         entrypoint=command,
@@ -127,7 +126,6 @@ def _service(container: Container) -> Service:
         build=Build("..", "docker/Dockerfile", container.stage),
         environment=container.environment(),
         volumes=volumes,
-        configs=[Mount("mesh", "/etc/rollmesh/mesh.toml")] if reads_settings else [],
         healthcheck=Health(disable=container.is_init),
         network_mode="host" if container.pod == LOOPBACK_POD else "",
     )

@@ -95,7 +95,8 @@ def test_podman_compose_reads_the_files_as_these_tests_do(name: str, tmp_path: P
         assert argv[-1 - len(wanted.command) :] == [wanted.image, *wanted.command]
         variables = [text for flag, text in pairwise(argv) if flag == "-e"]
         assert dict(text.split("=", 1) for text in variables) == wanted.environment
-        assert all(any(target in part for part in argv) for target in wanted.mounts())
+        targets = [*wanted.mounts(), *(mount.target for mount in wanted.files())]
+        assert all(any(target in part for part in argv) for target in targets)
         assert ("--cap-drop" in argv) == bool(wanted.cap_drop)
 
 
@@ -166,7 +167,10 @@ def test_every_volume_and_dependency_is_declared(compose: Compose) -> None:
         named = {volume for volume in service.mounts().values() if not volume.startswith("/")}
         assert named <= compose.volumes.keys()
         assert service.depends_on.keys() <= compose.services.keys()
-        assert {mount.source for mount in service.configs} <= compose.configs.keys()
+        for mount in service.files():
+            assert (DOCKER / mount.source).is_file()
+            assert mount.read_only
+            assert not mount.bind.create_host_path
     used = {volume for each in compose.services.values() for volume in each.mounts().values()}
     assert compose.volumes.keys() <= used
 
@@ -301,7 +305,7 @@ def test_the_gateway_of_the_docs_serves_and_stops(tmp_path: Path, images: dict[s
         environment=dict(value.split("=", 1) for flag, value in flags if flag == "-e"),
         volumes=[value for flag, value in flags if flag == "-v"],
     )
-    containers = Containers(Compose("docs", {"gateway": service}, {}, {}), tmp_path, images)
+    containers = Containers(Compose("docs", {"gateway": service}, {}), tmp_path, images)
     write_model_folder(containers.volumes / "models/Qwen3-8B")
     try:
         containers.start("gateway", patience_s=PATIENCE_S)

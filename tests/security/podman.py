@@ -17,13 +17,17 @@ from tests.house.source import ROOT
 
 TOOLS = ("podman", "runc", "mmdebstrap")
 SUITE = "bookworm"
-BASE = f"localhost/rollmesh-test-base:{SUITE}"
+BASE = f"localhost/rollmesh-test-base:{SUITE}-pip"
+"""Like Docker's python:3.11-slim-bookworm: the Dockerfile's stages build on it."""
+BASE_PACKAGES = "python3,python3-venv,python3-pip,passwd,ca-certificates"
+BASE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 IMAGE = "localhost/rollmesh-test-runtime"
 LIMITS = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024")
 BASE_S, BUILD_S = 180, 300
 """Timeouts of building the base from Debian's mirror, and of building the image from the base."""
 PYTHON = "/usr/bin/python3"
 """Path in the container."""
+LINK_PYTHON = f'ln -s {PYTHON} "$1/usr/local/bin/python"'
 
 
 def podman(*args: str, timeout_s: float = 60.0) -> str:
@@ -45,18 +49,19 @@ def why_no_containers() -> str:
         return f"Debian {SUITE} has Python 3.11, and the tests run another"
     try:
         if not podman("images", "--quiet", BASE):
-            _make_base()
+            make_base()
         podman("run", "--rm", *LIMITS, f"--entrypoint={PYTHON}", BASE, "--version")
     except (AssertionError, subprocess.SubprocessError) as error:
         return f"no containers here: {str(error).splitlines()[0]}"
     return ""
 
 
-def _make_base() -> None:
-    debootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=python3", SUITE, "-"]
-    argv = ["timeout", str(BASE_S), *debootstrap]
+def make_base() -> None:
+    """Make the base image of Debian packages; AssertionError if it cannot be made."""
+    argv = ["timeout", str(BASE_S), "mmdebstrap", "--quiet", "--variant=minbase"]
+    argv += [f"--include={BASE_PACKAGES}", f"--customize-hook={LINK_PYTHON}", SUITE, "-"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as made:
-        argv = ["podman", "import", "-", BASE]
+        argv = ["podman", "import", f"--change=ENV PATH={BASE_PATH}", "-", BASE]
         done = subprocess.run(argv, stdin=made.stdout, capture_output=True, check=False)
     assert (made.returncode, done.returncode) == (0, 0), "mmdebstrap failed"
 
