@@ -5,7 +5,7 @@
 - Failed rollouts are shown once for each place in environment code, at most MAX_PLACES of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -138,3 +138,40 @@ class RecoveryTail:
             except msgspec.MsgspecError:
                 continue
         return notices
+
+
+class LoadRow(msgspec.Struct, frozen=True):
+    """A line of an engine's log about its load."""
+
+    event: str
+    phase: str = ""
+    amount: str = ""
+    """How much of the phase is done, such as `3/8`; '' if unknown."""
+
+    def __str__(self) -> str:
+        return f"{self.phase} {self.amount}".strip()
+
+
+class EngineLoads:
+    """The progress of engines that load, by role, from the logs that they write from now on."""
+
+    def __init__(self, logs: Path, roles: Iterable[str] = ()) -> None:
+        self.states: dict[str, LoadRow] = {}
+        """Engines that are loading."""
+        self._tails = {role: FileTail(logs / f"{role}.log") for role in roles}
+        for tail in self._tails.values():
+            while tail.read():
+                pass  # a resumed run has a log
+
+    def read(self) -> None:
+        """Fold new lines."""
+        for role, tail in self._tails.items():
+            for line in tail.read():
+                try:
+                    row = msgspec.json.decode(line.data, type=LoadRow)
+                except msgspec.MsgspecError:
+                    continue
+                if row.event == "engine.loading":
+                    self.states[role] = row
+                elif row.event in ("engine.starting", "engine.serving"):
+                    self.states.pop(role, None)

@@ -165,7 +165,7 @@ def plan_mesh(
             key="publisher",
             on_death=OnDeath.FINISH,
             needs=("router",),
-            gate=(*model_first, *([COORDINATOR] if share else [])),
+            gate=(*model_first, *([COORDINATOR] if share else []), *_loading(config)),
         )
     )
     if config.dashboard.enabled:
@@ -272,6 +272,11 @@ def plan_sglang(
 def engine_roles(config: Config) -> list[str]:
     """Return the roles of the engines that launch starts."""
     return [f"engine-{number}" for number in range(config.engine.num_launched)]
+
+
+def _loading(config: Config) -> list[str]:
+    """Return the roles whose loads may take longer than a trainer waits for engines."""
+    return engine_roles(config) if config.engine.launch == "sglang" else []
 
 
 def engine_options(config: Config) -> tuple[str, ...]:

@@ -34,10 +34,11 @@ from rollmesh.launch.hosts.base import Host
 from rollmesh.launch.hosts.slurm import Allocation, find_allocation, place_in_job, sized
 from rollmesh.launch.keys import check_run_keys, make_engine_key, make_run_keys
 from rollmesh.launch.machine import MeshState, RunEnd
-from rollmesh.launch.notices import ErrorTail, RecoveryTail, RolloutFailures
+from rollmesh.launch.notices import EngineLoads, ErrorTail, RecoveryTail, RolloutFailures
 from rollmesh.launch.pipeline import claim_name, new_claim, read_grant, release_name
 from rollmesh.launch.plan import (
     ChildPlan,
+    engine_roles,
     for_cluster,
     on_network,
     plan_mesh,
@@ -184,7 +185,8 @@ class LaunchedRun:
         supervisor = Supervisor(mesh, config.launch, folder, self._clock, keys)
         sampler = TelemetrySampler(supervisor, folder, self._clock, config.launch)
         progress = RunProgress(config.trainer.num_steps)
-        data = ScreenData(config.run.name, progress, sampler, supervisor)
+        loads = EngineLoads(folder.logs, engine_roles(config))
+        data = ScreenData(config.run.name, progress, sampler, supervisor, loads)
         with screen_for(data, self._order.is_live) as screen:
             async with asyncio.TaskGroup() as tasks:
                 following = [
@@ -232,6 +234,7 @@ class LaunchedRun:
                 num_restarts = metrics.num_restarts
                 data.progress.start_over()
             data.progress.add(line.data for line in lines)
+            data.loads.read()
             screen.refresh(self._elapsed_s())
             await asyncio.sleep(REFRESH_S)
 

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from rollmesh.core.run_state import RunState
 from rollmesh.core.text import printable_lines
+from rollmesh.launch.notices import EngineLoads
 from rollmesh.launch.progress import RunProgress, cpu_shares, rates, unserved
 from rollmesh.launch.supervisor import Supervisor
 from rollmesh.launch.telemetry import MIB, TelemetrySampler
@@ -79,6 +80,7 @@ class ScreenData(NamedTuple):
     progress: RunProgress
     sampler: TelemetrySampler
     supervisor: Supervisor
+    loads: EngineLoads
 
 
 class LiveScreen:
@@ -111,6 +113,8 @@ class PlainScreen:
         self._num_refreshes = 0
         self._num_notes = 0
         self._page = ""
+        self._phases: dict[str, str] = {}
+        """The last printed phase of each engine's load."""
 
     def __enter__(self) -> "PlainScreen":
         return self
@@ -133,6 +137,10 @@ class PlainScreen:
         if self._page != dashboard_url(self._data.supervisor):
             self._page = dashboard_url(self._data.supervisor)
             self._console.print(Text(f"dashboard: {self._page}"))
+        for role, load in self._data.loads.states.items():
+            if self._phases.get(role) != load.phase:
+                self._phases[role] = load.phase
+                self._console.print(Text(f"{role}: {load}"))
         self._num_refreshes += 1
         if self._num_refreshes % PLAIN_INTERVAL == 0:
             self._console.print(Text(f"{clock(elapsed_s)}  {line(self._data)}"))
@@ -201,7 +209,9 @@ def processes(data: ScreenData) -> Table:
         sample = samples.get(role)
         memory = f"{sample.rss_bytes / MIB:,.0f}" if sample else NONE
         cores = f"{busy[sample.pid]:.0%}" if sample and sample.pid in busy else NONE
-        table.add_row(role, child.state.value, memory, cores)
+        load = data.loads.states.get(role)
+        state = f"{child.state.value}: {load}" if load else child.state.value
+        table.add_row(role, Text(state), memory, cores)
     return table
 
 

@@ -8,7 +8,13 @@ import pytest
 
 from rollmesh.core.config import Config, RunConfig
 from rollmesh.launch.folder import RunFolder
-from rollmesh.launch.notices import MAX_PLACES, ErrorTail, RecoveryTail, RolloutFailures
+from rollmesh.launch.notices import (
+    MAX_PLACES,
+    EngineLoads,
+    ErrorTail,
+    RecoveryTail,
+    RolloutFailures,
+)
 from rollmesh.launch.telemetry import Telemetry
 from tests.disks import full_disk
 
@@ -157,3 +163,23 @@ def test_a_line_of_another_format_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "recoveries.jsonl").write_bytes(b"{}\n")
     add(tmp_path)
     assert len(recoveries.new()) == 1
+
+
+def test_the_progress_of_a_load_is_read_until_the_engine_serves(tmp_path: Path) -> None:
+    log = tmp_path / "engine-0.log"
+    earlier = {"event": "engine.loading", "phase": "of an earlier run"}
+    log.write_bytes(msgspec.json.encode(earlier) + b"\n")
+    loads = EngineLoads(tmp_path, ["engine-0", "engine-1"])
+    loads.read()
+    assert loads.states == {}
+    for row, wanted in (
+        ({"event": "engine.loading", "phase": "loading weights", "amount": "3/8"}, "3/8"),
+        ({"event": "engine.serving"}, None),
+        ({"event": "engine.loading", "phase": "loading weights"}, ""),
+        ({"event": "engine.starting"}, None),
+    ):
+        with log.open("ab") as file:
+            file.write(msgspec.json.encode(row) + b"\n")
+        loads.read()
+        found = loads.states.get("engine-0")
+        assert (found and found.amount) == wanted

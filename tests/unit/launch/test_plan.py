@@ -58,6 +58,28 @@ def test_a_users_engines_replace_the_embedded_one() -> None:
     assert words[-4:] == ("--engine", "http://a:1", "--engine", "http://b:2")
 
 
+SGLANG = Config(
+    model=CONFIG.model, engine=EngineConfig(launch="sglang", num_servers=2, gpus_each=4)
+)
+
+
+def test_sglang_servers_are_watched_on_reserved_ports() -> None:
+    plans = by_role(plan_mesh(SGLANG, PATH, resumed=StartWeights(Path("w/v000007"), 7)))
+    engine = plans["engine-1"]
+    words = " ".join(engine.argv)
+    assert "engine sglang --config runs/mesh/config.json --model-dir w/v000007" in words
+    assert words.endswith("--weight-version 7 --role engine-1")
+    assert engine.again[-2:] == ("--newest-of", "runs/mesh/weights")
+    assert (engine.listens, engine.num_gpus) == (False, 4)
+    assert engine.ready_timeout_s > SGLANG.engine.load_timeout_s
+    assert plans["router"].argv[-4:] == ("--engine", "{engine-0}", "--engine", "{engine-1}")
+
+
+def test_a_trainer_waits_for_the_load_of_sglang_servers() -> None:
+    assert by_role(plan_mesh(SGLANG, PATH))["trainer"].gate == ("engine-0", "engine-1")
+    assert by_role(plan_mesh(CONFIG, PATH))["trainer"].gate == ()
+
+
 def test_roles_that_need_the_model_wait_until_it_is_made() -> None:
     plans = by_role(plan_mesh(CONFIG, PATH, make_model=("make-model", "some/model")))
     waiting = [role for role, plan in plans.items() if "warm-start" in plan.gate]

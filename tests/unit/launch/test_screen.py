@@ -11,6 +11,7 @@ from rollmesh.core.config import Config, LaunchConfig, RunConfig
 from rollmesh.core.process import Ready
 from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.machine import TimePassed
+from rollmesh.launch.notices import EngineLoads, LoadRow
 from rollmesh.launch.plan import ChildPlan, OnDeath
 from rollmesh.launch.progress import RunProgress
 from rollmesh.launch.screen import (
@@ -48,7 +49,7 @@ def data(tmp_path: Path) -> ScreenData:
     row = {"step": 0, "reward": 0.155, "age_histogram": {"0": 1, "1": 3}}
     progress.add([msgspec.json.encode({"time_s": 0.0, "step": -1, "reward_untrained": 0.16})])
     progress.add([msgspec.json.encode({"time_s": 2.0 * s, **row, "step": s}) for s in range(20)])
-    return ScreenData("demo", progress, sampler, supervisor)
+    return ScreenData("demo", progress, sampler, supervisor, EngineLoads(folder.logs))
 
 
 def text_of(renderable: RenderableType) -> str:
@@ -121,6 +122,21 @@ def test_the_live_view_shows_the_latest_notes(data: ScreenData) -> None:
     text = text_of(paint(data, elapsed_s=65.0))
     assert "note 8" in text
     assert "note 4" not in text
+
+
+def test_the_live_view_shows_how_far_an_engine_is_loaded(data: ScreenData) -> None:
+    data.loads.states["router"] = LoadRow("engine.loading", "loading weights", "3/8")
+    assert "starting: loading weights 3/8" in text_of(paint(data, elapsed_s=1.0))
+
+
+def test_the_plain_view_prints_each_phase_of_a_load_once(
+    data: ScreenData, capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = PlainScreen(data)
+    for amount in ("1/8", "2/8"):
+        data.loads.states["engine-0"] = LoadRow("engine.loading", "loading weights", amount)
+        screen.refresh(1.0)
+    assert capsys.readouterr().out.count("engine-0: loading weights") == 1
 
 
 def test_the_plain_view_prints_a_line_at_intervals(
