@@ -23,7 +23,7 @@ class GrantedGpus(msgspec.Struct, frozen=True):
     """The GPUs of a pipeline on one machine, by their place among the machine's GPUs."""
 
     engines: tuple[tuple[int, ...], ...]
-    """Those of each generation worker, in order."""
+    """The GPUs of each generation worker, in order."""
     trainer: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
     """Names of the machines that have them: one launch can use those of one machine."""
