@@ -312,6 +312,11 @@ def worker(argv: list[str]) -> int:
       unique name.
     - Programs that its environment starts do not outlive it, launched or not.
     """
+    options, _ = _worker_arguments().parse_known_args(argv)
+    if options.cluster:
+        from rollmesh.cli.ray_workers import scale_workers
+
+        return scale_workers(options, argv)
     from rollmesh.envs.spawning import process_spawner
     from rollmesh.wire.keys import Role, find_keys
     from rollmesh.wire.sockets import check_admitted
@@ -374,6 +379,12 @@ def _worker_arguments() -> argparse.ArgumentParser:
         "--env", help="environment, overriding the setting: a built-in name or package.module:Class"
     )
     add_model_dir(arguments)
+    arguments.add_argument(
+        "--on", dest="cluster", choices=("ray",), help="run --count workers on a cluster's nodes"
+    )
+    arguments.add_argument(
+        "--count", type=int, metavar="N", help="with --on: the number of workers; 0 drains all"
+    )
     arguments.add_argument("--worker-id", help="name in the mesh (default: HOST-PID-RANDOM)")
     add_run(arguments)
     arguments.add_argument(

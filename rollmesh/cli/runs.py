@@ -10,6 +10,7 @@
 """
 
 import argparse
+import os
 import shlex
 from collections.abc import Iterator
 from functools import reduce
@@ -119,6 +120,12 @@ def up(argv: list[str]) -> int:
         help="run the processes on a cluster's nodes",
     )
     add_slurm(arguments)
+    arguments.add_argument(
+        "--detach", action="store_true", help="with --on ray: return, and let the cluster run it"
+    )
+    arguments.add_argument(
+        "--down", action="store_true", help="with --on ray: stop a run that was started by --detach"
+    )
     add_share(arguments)
     add_resume(arguments)
     add_go_on(arguments)
@@ -132,6 +139,8 @@ def up(argv: list[str]) -> int:
         options.overrides.append(f"slurm.nodes={options.num_nodes}")
     if options.cluster == "slurm" and (options.num_nodes or not in_job() or options.is_dry):
         return submit_job(settings_of(options), argv, is_dry=options.is_dry)
+    if options.detach or options.down:
+        return up_detached(options, argv)
     return launch(
         RunOptions(
             config=settings_of(options),
@@ -179,6 +188,26 @@ def submit_job(config: Config, argv: list[str], *, is_dry: bool) -> int:
         print(job_script(config, words), end="")
     else:
         print("\n".join(submit(config, words)))
+    return OK
+
+
+def up_detached(options: argparse.Namespace, argv: list[str]) -> int:
+    """`rollmesh up --on ray --detach`, or `--down`."""
+    if options.cluster != "ray":
+        raise ConfigError("--detach and --down need --on ray")
+    from rollmesh.launch.hosts.ray import connect_to_cluster  # noqa: PLC0415 - an extra
+    from rollmesh.launch.hosts.ray_detached import start_detached, stop_detached  # noqa: PLC0415
+
+    config = config_of(options)
+    connect_to_cluster(config.ray.address)
+    if options.down:
+        stop_detached(config)
+        print(f"run {config.run.name} was stopped")
+        return OK
+    words = [word for word in argv if word != "--detach"]
+    output = start_detached(config, [*words, "--no-live", "--go-on"])
+    print(f"run {config.run.name} is on the cluster; its output: {output}")
+    print(f"to stop it: {shlex.join(['rollmesh', 'up', *words, '--down'])}")
     return OK
 
 
@@ -263,12 +292,18 @@ def check_kept(was: Config, config: Config) -> None:
     """Raise ConfigError if a setting that a run keeps has changed."""
     for name in FIXED:
         before, now = setting(was, name), setting(config, name)
-        if before != now:
+        if before != now and not is_same_folder(before, now):
             raise ConfigError(
                 f"{name} = {toml(now)}: the run began with {toml(before)}, which cannot change; "
                 "restore it on the command line or in mesh.toml, or start a new run: without "
                 "--resume, or, for --go-on, after moving the run's folder away"
             )
+
+
+def is_same_folder(before: Any, now: Any) -> bool:
+    """Return whether both are paths of one folder: a run on a cluster has absolute ones."""
+    are_folders = all(isinstance(each, str) and os.path.isdir(each) for each in (before, now))
+    return are_folders and os.path.samefile(before, now)
 
 
 def changes(was: Config, config: Config) -> list[str]:

@@ -15,6 +15,7 @@ from rollmesh.core.secret_files import (
     engine_key,
     make_secret_file,
     read_or_make_secret,
+    read_secret,
 )
 from rollmesh.launch.plan import ChildPlan
 from rollmesh.wire.keys import (
@@ -83,6 +84,12 @@ def make_engine_key(folder: Path) -> None:
             read_or_make_secret(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot create it: {str(error.strerror).lower()}") from None
+
+
+def engine_key_of(keys: Keys | None) -> str:
+    """Return the engines' API key of the run in whose folder `keys` are; '' if it has none."""
+    path = Path(keys.folder) / ENGINE_KEY if keys and keys.folder else None
+    return read_secret(path) if path and path.is_file() else ""
 
 
 def key_variables(plan: ChildPlan, folder: Path | None) -> dict[str, str]:

@@ -110,7 +110,7 @@ def new_keys(folder: Path, members: Iterable[tuple[str, Role]] = ONE_OF_EACH) ->
         hub = Keys(name=HUB, role=Role.HUB, public=public, secret=secret, hub_public=public)
         made = [hub, *(_member_keys(hub, name, role) for name, role in members)]
         for each in made:
-            _write(part / f"{each.name}.json", _encoded(each))
+            _write(part / f"{each.name}.json", encode_keys(each))
         _write(part / MEMBERS, msgspec.json.encode([each.member for each in made[1:]]))
         try:
             part.rename(folder)  # never replaces a folder that holds files
@@ -133,7 +133,7 @@ def add_member(folder: Path, role: Role, name: str) -> Path:
     if path.exists() or any(each.name == name for each in members):
         raise ConfigError(f"{path}: there is a key of that name; choose another by --name")
     keys = _member_keys(hub, name, role)
-    make_secret_file(path, _encoded(keys))
+    make_secret_file(path, encode_keys(keys))
     _write_members(folder, [*members, keys.member])
     return path
 
@@ -273,7 +273,8 @@ def _member_keys(hub: Keys, name: str, role: Role) -> Keys:
     return Keys(name=name, role=role, public=public, secret=secret, hub_public=hub.public)
 
 
-def _encoded(keys: Keys) -> bytes:
+def encode_keys(keys: Keys) -> bytes:
+    """Return the content of a key file."""
     fields = msgspec.structs.asdict(keys)
     del fields["folder"]
     return msgspec.json.format(msgspec.json.encode(fields)) + b"\n"

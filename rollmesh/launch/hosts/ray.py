@@ -14,6 +14,7 @@
 import asyncio
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -148,7 +149,8 @@ class RayTransport:
                     self._actor.read.remote(self._runner_id, self._num_received)
                 )
             except RayError as error:
-                self._why = first_line(error)
+                log.info("runner.lost", why=str(error))
+                self._why = "Ray lost its actor or node"
                 lines = None
             if lines is None:
                 self._sending.cancel()
@@ -238,14 +240,9 @@ class RayHost:
         needed = sum(
             each.num_gpus if resource == "GPU" else each.num_cpus for each in self._pending.values()
         )
-        registered = ray.cluster_resources().get(resource, 0)
-        free = ray.available_resources().get(resource, 0)
         others = len(self._pending) - 1
         also = f", with {others} other{'s' * (others > 1)}" if others else ""
-        return (
-            f"waiting for {needed:g} {resource}{'s' * (needed != 1)}: {registered:g} registered, "
-            f"{free:g} free{also}"
-        )
+        return missing_resources(resource, needed) + also
 
     def _new_actor(self, order: ChildOrder) -> Any:
         """Create an actor with the resources of the process, spread over the nodes."""
@@ -272,8 +269,22 @@ def connect_to_cluster(address: str) -> str:
             f"ray.address = {address}: no Ray cluster there ({first_line(error)}); start one by "
             "`ray start --head`, or set RAY_ADDRESS"
         ) from None
+    # Ray's handler prints a trace; launch sets its own.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     node_address: str = ray.util.get_node_ip_address()
+    node_id = ray.get_runtime_context().get_node_id()
+    log.info("ray.joined", address=node_address, node_id=node_id)
     return node_address
+
+
+def missing_resources(resource: str, needed: float) -> str:
+    """Return the line for processes that wait for `needed` of a resource, such as GPU."""
+    registered = ray.cluster_resources().get(resource, 0)
+    free = ray.available_resources().get(resource, 0)
+    return (
+        f"waiting for {needed:g} {resource}{'s' * (needed != 1)}: {registered:g} registered, "
+        f"{free:g} free"
+    )
 
 
 def cluster_gpus() -> int:

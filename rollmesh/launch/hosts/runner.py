@@ -187,7 +187,7 @@ class ChildRunner:
             token = (Path(start.logs) / SHARED_FILE).read_text()
         except OSError:
             token = ""
-        return Path(start.logs) if token == start.log_token else self._folder
+        return Path(start.logs) if token and token == start.log_token else self._folder
 
     def _listening(self, order: ChildOrder) -> socket.socket | None:
         """Return the child's socket, which a restarted child gets again."""

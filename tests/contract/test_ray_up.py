@@ -1,0 +1,283 @@
+"""`rollmesh up --on ray` on a real cluster of three nodes: a run survives the loss of any part."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+from rollmesh.core.orphans import memory_prefix
+from rollmesh.envs.guess import GuessEnv
+from rollmesh.launch.folder import read_addresses, read_pids
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
+from tests.contract.ray_token import RAY_TOKEN
+
+HAS_RAY = importlib.util.find_spec("ray") is not None
+PATIENCE_S = 240.0
+LOOK_S = 0.05
+NUM_STEPS = 30
+SETTINGS = f"""
+env = "guess"
+[model]
+path = "model"
+max_context_tokens = 512
+[sampling]
+max_tokens = 4
+[worker]
+max_rollouts = 16
+[publish]
+lease_s = 3.0
+[dashboard]
+enabled = false
+[trainer]
+device = "cpu"
+num_steps = {NUM_STEPS}
+groups_per_step = 2
+samples_per_group = 4
+max_running_groups = 4
+checkpoint_steps = 4
+learning_rate = 1e-3
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head, which has no place for our processes, and two nodes that have."""
+    if not HAS_RAY:
+        pytest.skip("Ray is not installed: make test-ray")
+    # Ray reads them when it is loaded; its workers find the package by this path.
+    path = os.pathsep.join(each for each in sys.path if each)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**RAY_TOKEN, "PYTHONPATH": path}.items():
+            patch.setenv(name, value)
+        from ray.cluster_utils import Cluster  # noqa: PLC0415 - is not installed everywhere
+
+        cluster = Cluster(initialize_head=True, head_node_args=_node(0))
+        try:
+            for _ in range(2):
+                cluster.add_node(**_node(4))
+            patch.setenv("RAY_ADDRESS", cluster.address)
+            yield cluster
+        finally:
+            cluster.shutdown()
+
+
+def _node(num_cpus: int) -> dict[str, Any]:
+    return {
+        "num_cpus": num_cpus,
+        "object_store_memory": 100 * 2**20,
+        "include_dashboard": False,
+    }
+
+
+class RunOnRay:
+    """A run of `rollmesh up --on ray` in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run = folder / "runs" / "mesh"
+        write_tiny_model(folder / "model", texts_of(GuessEnv()), TinyShape(), seed=0)
+        (folder / "mesh.toml").write_text(SETTINGS)
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, *options: str) -> None:
+        argv = [sys.executable, "-m", "rollmesh.cli.main", "up", "--on", "ray", "--no-live"]
+        self.process = subprocess.Popen(
+            [*argv, *options],
+            cwd=self.folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def until_step(self, step: int) -> None:
+        """Wait until the trainer has done this many steps."""
+        self.until(lambda: len(self.rows("metrics.jsonl")) >= step)
+
+    def until(self, condition: Any) -> None:
+        give_up_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            if self.process:
+                assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < give_up_s, (self.run / "logs" / "launch.log").read_text()
+            time.sleep(LOOK_S)
+
+    def pid(self, role: str) -> int:
+        """The newest process of a role."""
+        return {row.role: row.pid for row in read_pids(self.run)}.get(role, 0)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        path = self.run / name
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return [msgspec.json.decode(line) for line in lines]
+
+    def log(self) -> str:
+        """The log of launch."""
+        path = self.run / "logs" / "launch.log"
+        return path.read_text() if path.exists() else ""
+
+    def live_workers(self) -> list[str]:
+        """The workers that the router considers live."""
+        url = read_addresses(self.run)["router"].http_address
+        workers = httpx.get(f"{url}/status").json()["workers"]
+        return sorted(row["worker_id"] for row in workers if row["state"] == "live")
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end; return exit code and output."""
+        assert self.process
+        out, _ = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, out
+
+    def check_complete(self) -> None:
+        """Check that each step and each rollout is there once, and that no request is lost."""
+        rows, rollouts = self.rows("metrics.jsonl"), self.rows("trajectories.jsonl")
+        taken = [row["step"] for row in rows if "refused" not in row]
+        assert taken == list(range(NUM_STEPS))
+        assert len({row["rollout_id"] for row in rollouts}) == len(rollouts)
+        summary = msgspec.json.decode((self.run / "summary.json").read_bytes())
+        assert (summary["ended"], summary["num_lost"]) == ("done", 0)
+        parts = [summary[name] for name in ("num_trained", "num_dropped", "num_open")]
+        assert sum(parts) == summary["num_asked"]
+        assert summary["num_rollouts"] == len(rollouts)
+
+    def check_nothing_left(self) -> None:
+        """Check that no process of the run is left on any node, and no copied key."""
+        processes = [
+            psutil.Process(pid) for row in read_pids(self.run) if psutil.pid_exists(pid := row.pid)
+        ]
+        psutil.wait_procs(processes, timeout=PATIENCE_S)
+        assert [each for each in processes if each.is_running()] == []
+        copies = [path.name for path in Path("/dev/shm").glob(f"{memory_prefix()}*.json")]
+        assert copies == []
+
+    def close(self) -> None:
+        if self.process:
+            with self.process:
+                self.process.kill()
+
+
+@pytest.fixture
+def run(tmp_path: Path, cluster: Any) -> Iterator[RunOnRay]:
+    del cluster
+    run = RunOnRay(tmp_path)
+    yield run
+    run.close()
+
+
+def raylet_of(pid: int, cluster: Any) -> Any:
+    """The node of the cluster on which the process runs."""
+    ancestors = {each.pid for each in psutil.Process(pid).parents()}
+    for node in cluster.list_all_nodes():
+        [raylet] = node.all_processes["raylet"]
+        if raylet.process.pid in ancestors:
+            return node
+    raise AssertionError(f"no raylet is an ancestor of {pid}")
+
+
+@pytest.mark.timeout(600)
+def test_a_run_survives_the_loss_of_its_router_a_worker_and_a_node(
+    run: RunOnRay, cluster: Any
+) -> None:
+    run.start()
+    run.until_step(3)
+    os.kill(run.pid("router"), signal.SIGKILL)
+    run.until_step(6)
+    os.kill(run.pid("worker-0"), signal.SIGKILL)
+    run.until_step(9)
+    os.kill(psutil.Process(run.pid("worker-1")).parents()[1].pid, signal.SIGKILL)  # its actor
+    run.until_step(12)
+    cluster.remove_node(raylet_of(run.pid("trainer"), cluster), allow_graceful=False)
+    cluster.add_node(**_node(4))
+    code, out = run.end()
+    assert code == 0, out
+    run.check_complete()
+    run.check_nothing_left()
+
+
+def test_workers_join_a_living_mesh_and_are_drained(run: RunOnRay) -> None:
+    run.start("--set", "trainer.num_steps=100000", "--set", "worker.num_workers=1")
+    run.until_step(1)
+    router = read_addresses(run.run)["router"].address
+    argv = [sys.executable, "-m", "rollmesh.cli.main", "worker", "--on", "ray", "--router", router]
+    argv += ["--env", "guess", "--model-dir", "model"]
+    added = subprocess.run([*argv, "--count", "2"], cwd=run.folder, capture_output=True, text=True)
+    assert (added.returncode, added.stderr) == (0, "")
+    assert added.stdout.splitlines()[-1] == "2 of 2 new workers run"
+    assert len(run.live_workers()) == 3
+    drained = subprocess.run(
+        [*argv, "--count", "0"], cwd=run.folder, capture_output=True, text=True
+    )
+    assert (drained.returncode, drained.stderr) == (0, "")
+    assert drained.stdout.splitlines()[-1] == "2 workers were drained"
+    run.until(lambda: run.live_workers() == ["worker-0"])
+    assert run.process
+    run.process.send_signal(signal.SIGINT)
+    code, out = run.end()
+    assert (code, "the run was stopped" in out) == (130, True)
+    run.check_nothing_left()
+
+
+def test_missing_resources_are_named_and_ctrl_c_ends_the_wait(run: RunOnRay) -> None:
+    run.start("--set", "ray.engine_cpus=100")
+    run.until(lambda: "engine-0: waiting for 100 CPUs: 8 registered, 8 free" in run.log())
+    assert run.process
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    run.check_nothing_left()
+
+
+def test_nothing_is_left_when_the_driver_is_killed(run: RunOnRay) -> None:
+    run.start()
+    run.until_step(1)
+    assert run.process
+    run.process.kill()
+    run.process.wait()
+    run.check_nothing_left()
+
+
+def test_secrets_are_in_no_argument_and_no_environment_of_an_actor(run: RunOnRay) -> None:
+    run.start("--set", "trainer.num_steps=100000")
+    run.until_step(1)
+    keys = [msgspec.json.decode(path.read_bytes()) for path in run.run.glob("keys/*-*.json")]
+    secrets = [key["secret"] for key in keys]
+    secrets.append((run.run / "keys" / "engine.key").read_text().strip())
+    for process in psutil.process_iter():
+        try:
+            shown = [*process.cmdline(), *process.environ().values()]
+        except psutil.Error:
+            continue
+        assert not any(secret in text for secret in secrets for text in shown), process
+    assert run.process
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+
+
+@pytest.mark.timeout(600)
+def test_a_detached_run_survives_its_launch_and_is_stopped_by_name(run: RunOnRay) -> None:
+    argv = [sys.executable, "-m", "rollmesh.cli.main", "up", "--on", "ray"]
+    argv += ["--set", "trainer.num_steps=100000"]
+
+    def verb(option: str) -> str:
+        done = subprocess.run([*argv, option], cwd=run.folder, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    assert verb("--detach").startswith("run mesh is on the cluster; its output: ")
+    run.until_step(2)
+    for lost in (lambda pid: pid, lambda pid: psutil.Process(pid).ppid()):  # launch, its actor
+        launch = run.pid("launch")
+        os.kill(lost(launch), signal.SIGKILL)
+        num_steps = len(run.rows("metrics.jsonl"))
+        run.until_step(num_steps + 1)
+        assert run.pid("launch") != launch
+    assert verb("--down") == "run mesh was stopped\n"
+    run.check_nothing_left()
