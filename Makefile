@@ -11,8 +11,8 @@
 #   make setup                  only the .venv        (PYTHON=python3.12 picks the interpreter)
 #   make sglang                 a real SGLang in .venv-sglang, for tests/contract (3 GB, minutes)
 #   make test-sglang            the engines' contract, ours and a real SGLang, in both stream forms
-#   make test-ray               the backends' contract, and the scheduler in a Ray cluster of several nodes;
-#                               installs the extra `ray` (290 MB)
+#   make test-ray               the backends' contract, and a run and the scheduler in a Ray cluster of several
+#                               nodes; installs the extra `ray` (290 MB)
 #   make test-hosts             a mesh over hosts of its own (network namespaces), with faults of the network;
 #                               as root, 4 minutes on two cores
 #   make test-containers        builds both images and runs docker/compose.yaml by podman; root, Debian's packages,
@@ -60,7 +60,7 @@ test-sglang: $(STAMP) sglang
 	@$(BIN)/python -m pytest tests/contract $(ARGS)
 
 test-ray: $(VENV)/.ray
-	@$(BIN)/python -m pytest tests/contract/test_tensor_backends.py tests/contract/test_ray_fleet.py $(ARGS)
+	@$(BIN)/python -m pytest tests/contract/test_tensor_backends.py tests/contract/test_ray_fleet.py tests/contract/test_ray_up.py $(ARGS)
 
 test-hosts: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/hosts $(ARGS)

@@ -19,7 +19,7 @@ from rollmesh.core.process import OK
 from rollmesh.core.secret_files import ENGINE_KEY_FILE_VARIABLE, KEYS_VARIABLE, engine_key
 from rollmesh.launch.hosts.base import ChildOrder
 from rollmesh.launch.hosts.ray import connect_to_cluster, missing_resources
-from rollmesh.launch.hosts.ray_workers import WorkerPool, WorkerState
+from rollmesh.launch.hosts.ray_workers import ActorState, WorkerPool
 from rollmesh.launch.hosts.runner import StartOrder
 from rollmesh.launch.keys import ENGINE_KEY, engine_key_of
 from rollmesh.launch.plan import ROLLMESH
@@ -95,13 +95,13 @@ def follow_start(pool: WorkerPool, names: list[str], num_cpus: float) -> None:
     shown = ""
     while True:
         states = pool.states(names)
-        failed = [line for state, line in states.values() if state is WorkerState.FAILED]
+        failed = [line for state, line in states.values() if state is ActorState.FAILED]
         if failed:
             raise UserError(f"{len(failed)} workers failed: {failed[0].removeprefix('rollmesh: ')}")
         kinds = [state for state, _ in states.values()]
         num_running, num_pending = (
-            kinds.count(WorkerState.RUNNING),
-            kinds.count(WorkerState.PENDING),
+            kinds.count(ActorState.RUNNING),
+            kinds.count(ActorState.PENDING),
         )
         line = f"{num_running} of {len(names)} new workers run"
         if num_pending:
@@ -132,7 +132,7 @@ def drain_workers(pool: WorkerPool, names: list[str], router: str, run: Path | N
         num_before = len(left)
         while len(left) == num_before:
             states = pool.states(left)
-            for name in [n for n, (state, _) in states.items() if state is WorkerState.DRAINED]:
+            for name in [n for n, (state, _) in states.items() if state is ActorState.DRAINED]:
                 pool.remove(name)
                 left.remove(name)
             time.sleep(LOOK_S)

@@ -196,7 +196,10 @@ def up_detached(options: argparse.Namespace, argv: list[str]) -> int:
     if options.cluster != "ray":
         raise ConfigError("--detach and --down need --on ray")
     from rollmesh.launch.hosts.ray import connect_to_cluster  # noqa: PLC0415 - an extra
-    from rollmesh.launch.hosts.ray_detached import start_detached, stop_detached  # noqa: PLC0415
+    from rollmesh.launch.hosts.ray_detached import (  # noqa: PLC0415 - an extra
+        start_detached,
+        stop_detached,
+    )
 
     config = config_of(options)
     connect_to_cluster(config.ray.address)

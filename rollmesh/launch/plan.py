@@ -106,6 +106,8 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Added to its environment."""
     ready_timeout_s: float = 0.0
     """Seconds in which it must report that it is ready; 0: launch.ready_timeout_s."""
+    is_engine: bool = False
+    """Whether it is an engine: the router gets its address, and its new one if that changes."""
     is_worker: bool = False
     """Whether it is a worker: the router knows it by its role, and its end is reported to the
     router.
@@ -240,6 +242,7 @@ def plan_embedded(
         on_death=OnDeath.RESTART,
         gate=gate,
         bind="127.0.0.1:0",
+        is_engine=True,
     )
 
 
@@ -263,6 +266,7 @@ def plan_sglang(
         on_death=OnDeath.RESTART,
         gate=gate,
         bind="127.0.0.1:0",
+        is_engine=True,
         listens=False,
         num_gpus=config.engine.gpus_each,
         ready_timeout_s=config.engine.load_timeout_s + READY_MARGIN_S,
@@ -395,7 +399,7 @@ def for_cluster(config: Config, plans: list[ChildPlan], num_gpus: int) -> list[C
     for plan in plans:
         if plan.is_worker:
             plan = msgspec.structs.replace(plan, num_cpus=settings.worker_cpus)
-        elif plan.role in engine_roles(config):
+        elif plan.is_engine:
             plan = msgspec.structs.replace(plan, num_cpus=settings.engine_cpus, bind="{host}:0")
         elif plan.role == TRAINER:
             needed = settings.trainer_gpus or gpus_of_trainer(config, num_gpus)

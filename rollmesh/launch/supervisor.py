@@ -47,6 +47,7 @@ from rollmesh.launch.machine import (
     TimePassed,
 )
 from rollmesh.launch.plan import ChildPlan, fill
+from rollmesh.wire.fleet import AddEngine, DropEngine
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Role
 from rollmesh.wire.messages import WorkerExited
@@ -55,11 +56,11 @@ from rollmesh.wire.sockets import Dialer
 log = get_logger()
 
 
-class ExitNotifier:
-    """Reports a worker's exit to the router.
+class RouterNotifier:
+    """Reports exits of workers and new addresses of engines to the router.
 
-    - It never blocks. A message that is lost with a router is not repeated: the next router learns
-      from the workers which of them run.
+    - It never blocks. A message that is lost with a router is not repeated: the next router gets
+      the engines' addresses at its start, and learns from the workers which of them run.
     - It connects on first use; a restarted router has the same address.
     """
 
@@ -68,14 +69,14 @@ class ExitNotifier:
         self._dialer: Dialer | None = None
         self._keys = keys
 
-    def notify(self, router: str, exited: WorkerExited) -> None:
+    def notify(self, router: str, message: WorkerExited | AddEngine | DropEngine) -> None:
         """Send the message to the router at this address."""
         if self._dialer is None:
             self._dialer = Dialer(
                 router, f"launch.{os.getpid()}", keys_of(self._keys, Role.OPERATOR)
             )
-        if not self._dialer.send(Packet(exited)):
-            log.warning("exit.report_lost", worker_id=exited.worker_id, cause=exited.cause)
+        if not self._dialer.send(Packet(message)):
+            log.warning("router.report_lost", report=repr(message))
 
     def close(self) -> None:
         """Close the connection."""
@@ -126,7 +127,7 @@ class Supervisor:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._processes: dict[str, RunningChild] = {}
         self._keys = keys
-        self._exit_notifier = ExitNotifier(keys)
+        self._notifier = RouterNotifier(keys)
         self._mark = mesh.mark
         self._num_started = 0
         self._mesh = mesh
@@ -166,7 +167,7 @@ class Supervisor:
             async with asyncio.TaskGroup() as tasks:
                 await self._watch(tasks)
         finally:
-            self._exit_notifier.close()
+            self._notifier.close()
             for host in {id(each): each for each in self._mesh.hosts.values()}.values():
                 await host.close()
             kill_descendants()
@@ -201,8 +202,7 @@ class Supervisor:
             case KillChild(role):
                 self._processes[role].kill()
             case NotifyRouter(role, pid, cause):
-                if router := self.ready.get("router"):
-                    self._exit_notifier.notify(router.address, WorkerExited(role, pid, cause))
+                self._notify_router(WorkerExited(role, pid, cause))
             case Notice(line):
                 self.note(line)
                 log.warning("child.died", line=line)
@@ -249,8 +249,21 @@ class Supervisor:
         log.info("child.started", child=child.role, pid=child.pid, host=child.host)
         self._folder.add_pid(child.role, child.pid, self._clock.unix_s(), child.host)
         if child.address and child.host:
-            self._addresses[child.role] = child.address
+            self._move(child.role, child.address)
         self._events.put_nowait(ChildPlaced(child.role))
+
+    def _move(self, role: str, address: str) -> None:
+        """Record the address of a process on another node; the router gets an engine's new one."""
+        before = self._addresses.get(role, address)
+        self._addresses[role] = address
+        if self._plans[role].is_engine and before != address:
+            self._notify_router(AddEngine(self._num_started, address, is_launched=True))
+            gone = DropEngine(self._num_started, before, force=True, is_launched=True)
+            self._notify_router(gone)
+
+    def _notify_router(self, message: WorkerExited | AddEngine | DropEngine) -> None:
+        if router := self.ready.get("router"):
+            self._notifier.notify(router.address, message)
 
     def _on_ready(self, child: RunningChild, ready: Ready) -> None:
         log.info("child.ready", child=child.role, address=ready.address)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from rollmesh.launch.folder import read_addresses, read_pids
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from tests.contract.ray_token import RAY_TOKEN
 
+pytestmark = pytest.mark.timeout(600)
 HAS_RAY = importlib.util.find_spec("ray") is not None
 PATIENCE_S = 240.0
 LOOK_S = 0.05
@@ -109,7 +111,7 @@ class RunOnRay:
             if self.process:
                 assert self.process.poll() is None, self.process.communicate()[0]
             assert time.monotonic() < give_up_s, (self.run / "logs" / "launch.log").read_text()
-            time.sleep(LOOK_S)
+            threading.Event().wait(LOOK_S)
 
     def pid(self, role: str) -> int:
         """The newest process of a role."""
@@ -183,8 +185,7 @@ def raylet_of(pid: int, cluster: Any) -> Any:
     raise AssertionError(f"no raylet is an ancestor of {pid}")
 
 
-@pytest.mark.timeout(600)
-def test_a_run_survives_the_loss_of_its_router_a_worker_and_a_node(
+def test_a_run_survives_the_loss_of_its_router_a_worker_and_two_nodes(
     run: RunOnRay, cluster: Any
 ) -> None:
     run.start()
@@ -194,9 +195,10 @@ def test_a_run_survives_the_loss_of_its_router_a_worker_and_a_node(
     os.kill(run.pid("worker-0"), signal.SIGKILL)
     run.until_step(9)
     os.kill(psutil.Process(run.pid("worker-1")).parents()[1].pid, signal.SIGKILL)  # its actor
-    run.until_step(12)
-    cluster.remove_node(raylet_of(run.pid("trainer"), cluster), allow_graceful=False)
-    cluster.add_node(**_node(4))
+    for step, role in ((12, "trainer"), (16, "engine-0")):
+        run.until_step(step)
+        cluster.remove_node(raylet_of(run.pid(role), cluster), allow_graceful=False)
+        cluster.add_node(**_node(4))
     code, out = run.end()
     assert code == 0, out
     run.check_complete()
@@ -261,7 +263,6 @@ def test_secrets_are_in_no_argument_and_no_environment_of_an_actor(run: RunOnRay
     assert run.end()[0] == 130
 
 
-@pytest.mark.timeout(600)
 def test_a_detached_run_survives_its_launch_and_is_stopped_by_name(run: RunOnRay) -> None:
     argv = [sys.executable, "-m", "rollmesh.cli.main", "up", "--on", "ray"]
     argv += ["--set", "trainer.num_steps=100000"]

@@ -31,13 +31,14 @@ MAX_HELP_CPU_S = 0.4
 
 
 def modules_of(*rooms: str) -> list[str]:
-    """Names of the modules in `rooms`, without the torch engine, main guards, and Ray's module."""
+    """Names of the modules in `rooms`, without the torch engine, main guards, and Ray's modules."""
     return [
         module.name
         for module in all_modules()
         if module.is_in(*(f"rollmesh/{room}" for room in rooms))
         and not module.is_in("rollmesh/engine/embedded")
-        and module.file_name not in ("__main__.py", "ray.py")
+        and module.file_name != "__main__.py"
+        and not module.file_name.startswith("ray")
     ]
 
 

@@ -32,7 +32,7 @@ STATE_S = 2.0
 MARK = "ray-workers"
 
 
-class WorkerState(enum.StrEnum):
+class ActorState(enum.StrEnum):
     """The state of one worker; PENDING while its actor has no node."""
 
     PENDING = "pending"
@@ -49,7 +49,7 @@ class WorkerActor(RunnerActor):
         """`start` is the JSON of the StartOrder."""
         super().__init__(MARK)
         self._start = start
-        self._state = WorkerState.STARTING
+        self._state = ActorState.STARTING
         self._last_line = ""
         self._settings = LaunchConfig()
         threading.Thread(target=self._keep, name="worker", daemon=True).start()
@@ -62,15 +62,15 @@ class WorkerActor(RunnerActor):
         pause_s = self._settings.restart_delay_s
         while True:
             exited = self._run_once()
-            was_running = self._state is WorkerState.RUNNING
+            was_running = self._state is ActorState.RUNNING
             self._last_line = exited.last_line or exited.cause
             if exited.code == OK:
-                self._state = WorkerState.DRAINED
+                self._state = ActorState.DRAINED
                 return
             if exited.code == USAGE and not was_running:
-                self._state = WorkerState.FAILED
+                self._state = ActorState.FAILED
                 return
-            self._state = WorkerState.STARTING
+            self._state = ActorState.STARTING
             if exited.code == RECYCLED or was_running:
                 pause_s = self._settings.restart_delay_s
             threading.Event().wait(0 if exited.code == RECYCLED else pause_s)
@@ -85,7 +85,7 @@ class WorkerActor(RunnerActor):
             for line in lines:
                 match msgspec.json.decode(line, type=RunnerEvent):
                     case ProcessReady():
-                        self._state = WorkerState.RUNNING
+                        self._state = ActorState.RUNNING
                     case ProcessEnded(exited):
                         return exited
         return ChildExited("worker", -9, "its runner ended")
@@ -126,7 +126,7 @@ class WorkerPool:
         )
         actor.remote(msgspec.json.encode(start))
 
-    def states(self, names: list[str]) -> dict[str, tuple[WorkerState, str]]:
+    def states(self, names: list[str]) -> dict[str, tuple[ActorState, str]]:
         """Return state and last line of each worker."""
         refs = {name: self._actor(name).state.remote() for name in names}
         ray.wait([*refs.values()], num_returns=len(refs), timeout=STATE_S)
@@ -134,9 +134,9 @@ class WorkerPool:
         for name, ref in refs.items():
             try:
                 state, line = ray.get(ref, timeout=0)
-                found[name] = WorkerState(state), line
+                found[name] = ActorState(state), line
             except RayError as error:
-                found[name] = WorkerState.PENDING, first_line(error)
+                found[name] = ActorState.PENDING, first_line(error)
         return found
 
     def remove(self, name: str) -> None:

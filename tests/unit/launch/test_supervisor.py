@@ -1,7 +1,7 @@
 """A worker's exit is reported to the router, and to the next router at its address."""
 
 from rollmesh.core.errors import AddressError
-from rollmesh.launch.supervisor import ExitNotifier
+from rollmesh.launch.supervisor import RouterNotifier
 from rollmesh.wire.messages import WorkerExited
 from rollmesh.wire.sockets import Hub, wait
 
@@ -26,7 +26,7 @@ def bind_again(address: str) -> Hub:
 
 
 def test_exits_reach_the_router_and_its_successor() -> None:
-    notifier, hub = ExitNotifier(), Hub("tcp://127.0.0.1:0")
+    notifier, hub = RouterNotifier(), Hub("tcp://127.0.0.1:0")
     first = WorkerExited("worker-0", 7, "killed by signal 9")
     notifier.notify(hub.address, first)
     assert received(hub, PATIENCE_S) == [first]
