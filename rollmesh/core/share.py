@@ -19,7 +19,6 @@ from typing import Annotated
 
 import msgspec
 
-from rollmesh.core.config import Config
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.orphans import kill_marked
 from rollmesh.core.process import start_ticks
@@ -220,16 +219,3 @@ def read_token(pipeline_id: str, named: str = "") -> str:
     """Return the token of a pipeline; '' if there is no file, ConfigError if others can read it."""
     path = token_file(pipeline_id, named)
     return read_secret(path) if path else ""
-
-
-def check_may_share(config: Config) -> None:
-    """Raise ConfigError if the trainer could not leave shared GPUs between its steps.
-
-    `auto` is allowed: the trainer checks again once it knows the device.
-    """
-    num_ranks, device = config.trainer.num_ranks, config.trainer.device
-    if num_ranks > 1 and device not in ("cpu", "auto"):
-        raise ConfigError(
-            f'trainer.num_ranks = {num_ranks}, trainer.device = "{device}": on a shared fleet only '
-            "a trainer of one rank can leave its GPUs to others; set trainer.num_ranks = 1"
-        )

@@ -15,7 +15,7 @@ from rollmesh.core.config import Config
 from rollmesh.core.descriptors import PER_CHILD, PER_ROLLOUT, allow_descriptors
 from rollmesh.core.errors import AddressError, ConfigError, ModelError
 from rollmesh.core.model_folders import EXAMPLE, why_no_model
-from rollmesh.core.share import Share, check_may_share
+from rollmesh.core.share import Share
 from rollmesh.launch.pipeline import check_share
 
 _FIND_SGLANG = "import importlib.util as u, sys; sys.exit(u.find_spec('sglang') is None)"
@@ -40,7 +40,6 @@ async def check(
     if not makes_model:
         check_model(config.model.path)
     if share:
-        check_may_share(config)
         num_engines = len(config.engine.urls) or config.engine.num_launched
         check_share(share, num_engines, config.launch, report)
     if config.engine.launch == "sglang" and is_local:

@@ -21,7 +21,7 @@ from rollmesh.core.config import Config
 from rollmesh.core.errors import JournalError, RankError, UserError
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import INTERRUPTED, OK, Ready, Stop, announce
-from rollmesh.core.share import Share, check_may_share
+from rollmesh.core.share import Share
 from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.client import RolloutClient, address_here
 from rollmesh.trainer.algorithms.registry import find_advantage, find_loss
@@ -74,7 +74,7 @@ def run(
     folder = config.run_folder()
     setup("trainer", folder, on_console=ready_fd is None)
     config = with_device(config, job)
-    check_settings(config, share)
+    check_settings(config)
     stop = stop_by_signal()
     env = load_env(config.env, config.env_settings)
     gpu_lease = gpu_lease_of(share, stop, config.trainer.withdraw_timeout_s)
@@ -119,12 +119,10 @@ def run(
     return OK if is_done else INTERRUPTED
 
 
-def check_settings(config: Config, share: Share | None) -> None:
+def check_settings(config: Config) -> None:
     """Raise ConfigError for settings that cannot work, and log a warning for doubtful ones."""
     find_loss(config.trainer.loss)
     find_advantage(config.trainer.advantage)
-    if share:
-        check_may_share(config)
     for event, why, fix in warnings_of(config):
         log.warning(event, why=why, fix=fix)
 

@@ -8,6 +8,7 @@
 - Minibatches are chosen here, on the whole batch, so a loss does not depend on the number of ranks.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,12 +19,13 @@ from torch import Tensor
 
 from rollmesh.core.addresses import split_address, with_host
 from rollmesh.core.config import TrainerConfig
-from rollmesh.core.errors import CallFailed, CheckpointError, NoRoom
+from rollmesh.core.errors import CallFailed, CheckpointError, NoRoom, RankGone
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.types import Branch, Json
 from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.serve.client.samples import Sample, SampledRun, arrays_in
 from rollmesh.tensors.handles import RTensor
+from rollmesh.tensors.handshake import memory_id
 from rollmesh.tensors.plane import use
 from rollmesh.tensors.segment import SHARED_MEMORY
 from rollmesh.trainer.algorithms.packing import assign_minibatches
@@ -199,10 +201,14 @@ class RankedPolicy:
         return msgspec.convert(self._controller.call(f"{ROLE}.probe"), Probe)
 
     def offload(self) -> None:
-        """Do nothing: core/share.py refuses to share GPUs of several ranks."""
+        """Move weights and optimiser of each rank to its host; ranks that have ended hold
+        nothing."""
+        with contextlib.suppress(RankGone):
+            self._controller.call(f"{ROLE}.offload")
 
     def reload(self) -> None:
-        """Do nothing."""
+        """Move weights and optimiser of each rank back to its device."""
+        self._controller.call(f"{ROLE}.reload")
 
     def close(self) -> None:
         """End the ranks."""
@@ -241,7 +247,8 @@ class PolicyRole:
     def __init__(self, context: RankContext, path: str, trainer: Mapping[str, Json]) -> None:
         settings = msgspec.convert(trainer, TrainerConfig)
         settings = msgspec.structs.replace(settings, device=context.device)
-        self._policy = Policy(path, settings, ShardedRanks(context.mesh["data"]))
+        ranks = ShardedRanks(context.mesh["data"], sharing_ranks(memory_id(str(SHARED_MEMORY))))
+        self._policy = Policy(path, settings, ranks)
 
     def step(
         self,
@@ -272,7 +279,7 @@ class PolicyRole:
             exported = _Exported(refused=str(error))
         bodies = gather(msgspec.json.encode(exported))
         all_exported = [msgspec.json.decode(each, type=_Exported) for each in bodies]
-        parts = tuple(part for each in all_exported for part in each.parts)
+        parts = tuple(part for each in all_exported for part in each.parts if part.pieces)
         refused = next((each.refused for each in all_exported if each.refused), "")
         return msgspec.json.encode(_Exported(parts, refused)).decode()
 
@@ -296,10 +303,25 @@ class PolicyRole:
         """Set the version of the weights held now."""
         self._policy.set_policy_version(policy_version)
 
+    def offload(self) -> None:
+        """Move weights and optimiser to the host."""
+        self._policy.offload()
+
+    def reload(self) -> None:
+        """Move weights and optimiser back to the device."""
+        self._policy.reload()
+
     def probe(self) -> dict[str, Any]:
         """Score a fixed text."""
         probe: dict[str, Any] = msgspec.to_builtins(self._policy.probe())
         return probe
+
+
+def sharing_ranks(memory: str) -> list[int]:
+    """Return the ranks whose memory is that of the first rank, and so of the trainer, which reads
+    exported weights there; a collective. `memory` is the name of this rank's."""
+    memories = gather(memory.encode())
+    return [rank for rank, each in enumerate(memories) if each == memories[0]]
 
 
 def max_sample_bytes() -> int:

@@ -74,9 +74,12 @@ class SingleRank:
 
 
 class ShardedRanks:
-    """One of several ranks; `mesh` is that of all data-parallel heads."""
+    """One of several ranks."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, exporters: Sequence[int] = ()) -> None:
+        """`mesh` is that of all data-parallel heads; `exporters` are the ranks that export weights
+        (default: all)."""
+        self._exporters = list(exporters or range(mesh.size()))
         self.is_first = mesh.get_rank() == 0
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self._mesh = mesh
@@ -102,8 +105,10 @@ class ShardedRanks:
         return {name: full_tensor(shard).cpu() for name, shard in named_weights(model).items()}
 
     def owned(self, weights: Mapping[str, Tensor]) -> set[str]:
+        if self.rank not in self._exporters:
+            return set()
         sizes = {name: weight.numel() for name, weight in weights.items()}
-        return balance(sizes, self.size)[self.rank]
+        return balance(sizes, len(self._exporters))[self._exporters.index(self.rank)]
 
     def _reduced(self, values: Sequence[float], how: "dist.ReduceOp.RedOpType") -> list[float]:
         reduced = torch.tensor(values, dtype=torch.float64)

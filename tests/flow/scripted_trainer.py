@@ -1,8 +1,9 @@
 """A trainer of several ranks on the batches of tests/flow/test_ranked.py, as a process.
 
 Arguments: settings, address to bind, first step, last step, a checkpoint to restore or '', and a
-checkpoint to write after the first step or ''. It prints one JSON object a line: `address`, then
-`step`, `loss` and `grad_norm` of each step, and at the end `gone`, an error or ''.
+checkpoint to write after the first step or '', with the model as it is saved and as it is exported.
+It prints one JSON object a line: `address`, then `step`, `loss` and `grad_norm` of each step, and
+at the end `gone`, an error or ''.
 """
 
 import json
@@ -15,6 +16,7 @@ from rollmesh.core.errors import RankGone
 from rollmesh.core.logs import setup
 from rollmesh.trainer.controller.spec import Meeting
 from rollmesh.trainer.ranked import RankedPolicy
+from rollmesh.trainer.weights.transfer import Payload, write_folder
 from rollmesh.wire.keys import Role, read_keys
 from tests.flow.test_ranked import step_and_end
 
@@ -45,6 +47,9 @@ def write(policy: RankedPolicy, folder: Path) -> None:
     policy.snapshot(folder)
     while not policy.is_snapshot_written():
         pass
+    policy.save(folder / "saved")
+    parts = policy.export(folder / "exported", 1)
+    write_folder(Payload(1, str(folder / "exported"), parts))
 
 
 def report(**fields: Any) -> None:

@@ -97,8 +97,13 @@ def check_slots(fleet: SharedFleet) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_two_pipelines_share_four_slots_and_both_train_to_their_end(fleet: SharedFleet) -> None:
-    runs = {pipeline: fleet.begin(pipeline) for pipeline in TRAINS_ON}
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_two_pipelines_share_four_slots_and_both_train_to_their_end(
+    fleet: SharedFleet, num_ranks: int
+) -> None:
+    """The trainer of one may have a rank on each of its slots."""
+    ranked = {"trainer": RUN["trainer"] | {"num_ranks": num_ranks}}
+    runs = {pipeline: fleet.begin(pipeline, **ranked) for pipeline in TRAINS_ON}
     for pipeline, process in runs.items():
         code, out = ended(process)
         assert code == 0, out

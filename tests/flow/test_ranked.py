@@ -210,3 +210,40 @@ def test_all_ranks_skip_a_step_that_is_not_finite_and_write_no_such_weights(
             with pytest.raises(NotFinite, match="NaN or infinity"):
                 write()
     assert not (tmp_path / "v1").exists()
+
+
+@pytest.mark.slow
+def test_ranks_that_leave_their_devices_and_return_train_the_same_bit_for_bit(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, num_ranks=2)
+    reports: dict[str, list[dict[str, object]]] = {}
+    for name in ("stays", "leaves"):
+        with RankedPolicy(str(model_folder), settings, tmp_path) as policy:
+            reports[name] = []
+            for step in range(3):
+                reports[name].append(step_and_end(policy, step).figures())
+                if name == "leaves":
+                    policy.offload()
+                    policy.save(tmp_path / f"away-{step}")
+                    policy.reload()
+            (tmp_path / name).mkdir()
+            policy.snapshot(tmp_path / name)
+            while not policy.is_snapshot_written():
+                pass
+            policy.save(tmp_path / f"saved-{name}")
+    assert reports["leaves"] == reports["stays"]
+    files = {
+        name: {
+            path.relative_to(tmp_path / name): path.read_bytes()
+            for path in (tmp_path / name).rglob("*.safetensors")
+            if "random" not in path.name
+        }
+        for name in reports
+    }
+    assert len(files["stays"]) == 2, "weights and optimiser"
+    assert files["leaves"] == files["stays"]
+    away = load_file(tmp_path / "away-2" / "model.safetensors")
+    saved = load_file(tmp_path / "saved-stays" / "model.safetensors")
+    assert away.keys() == saved.keys()
+    assert all(away[name].equal(saved[name]) for name in saved)

@@ -1,16 +1,20 @@
 """A trainer whose ranks are on two hosts, with keys; a host vanishes, and fewer ranks continue."""
 
+import os
+import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
-from rollmesh.core.process import FAILED
+from rollmesh.core.process import FAILED, OK
 from rollmesh.testing.network import HostNetwork
 from rollmesh.wire.keys import new_keys
 from tests.flow.test_ranks_elsewhere import (
     ENDS_S,
     NUM_STEPS,
+    OWN,
     Job,
     check_alike,
     line_of,
@@ -18,6 +22,10 @@ from tests.flow.test_ranks_elsewhere import (
 )
 from tests.flow.test_ranks_elsewhere import alone as alone  # the fixtures
 from tests.flow.test_ranks_elsewhere import model_folder as model_folder
+from tests.flow.trained_mesh import model as model
+from tests.hosts.host_mesh import ROUTER_PORT, HostMesh, check_whole
+
+TRAIN = ["-m", "rollmesh", "train"]
 
 
 def job_with_keys(folder: Path, model: Path) -> Job:
@@ -44,6 +52,11 @@ def test_two_ranks_continue_with_the_same_losses_after_four_lost_one_of_their_tw
         assert address.startswith(f"tcp://{one.address}:")
         ranks = [job.join(rank, address, other) for rank in (2, 3)]
         check_alike([line_of(trainer) for _ in range(NUM_STEPS)], alone)
+        saved, exported = (
+            load_file(checkpoint / name / "model.safetensors") for name in ("saved", "exported")
+        )
+        assert saved.keys() == exported.keys()
+        assert all(saved[name].equal(exported[name]) for name in saved)
         network.disconnect("host-b")
         gone = rest_of(trainer)[-1]["gone"]
         assert gone.startswith(("rank 2 on host-b (", "rank 3 on host-b ("))
@@ -60,6 +73,42 @@ def test_two_ranks_continue_with_the_same_losses_after_four_lost_one_of_their_tw
         assert [each["step"] for each in after] == [*range(1, NUM_STEPS)]
         check_alike(after, alone)
         assert end == {"gone": ""}
+
+
+MESH_HOSTS = dict.fromkeys(("router", "engine-0", "worker-0", "trainer"), "one")
+TRAINS_WITHIN_S = 200.0
+
+
+def torchrun(number: int, head: str) -> list[str]:
+    """The words before `-m` that start the processes of node `number`, one for each node."""
+    nodes = ["--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1"]
+    return ["-m", "torch.distributed.run", *nodes, "--master-addr", head, "--master-port", "29500"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torchrun_on_two_hosts_trains_a_mesh_and_publishes(tmp_path: Path, model: Path) -> None:
+    with HostNetwork(["one", "two"]) as network:
+        mesh = HostMesh(tmp_path, model, network, MESH_HOSTS, trainer={"num_steps": 2})
+        with closing(mesh):
+            mesh.start("router", "engine-0", "worker-0")
+            environment = os.environ | {
+                "OMP_NUM_THREADS": "1",
+                "ROLLMESH_KEYS": str(tmp_path / "host-one" / "publisher.json"),
+            }
+            for number, name in enumerate(("one", "two")):
+                argv = [sys.executable, *torchrun(number, network["one"].address), *TRAIN]
+                argv += ["--config", str(tmp_path / "mesh.json")]
+                argv += ["--router", f"tcp://{mesh.address('router')}:{ROUTER_PORT}"]
+                with (tmp_path / f"node-{name}.out").open("wb") as output:
+                    mesh.processes[f"node-{name}"] = network[name].start(
+                        [*OWN, name, *argv], env=environment, stdout=output, stderr=output
+                    )
+            code = mesh.wait("node-one", TRAINS_WITHIN_S)
+            assert code == OK, mesh.output("node-one")
+            assert mesh.wait("node-two", ENDS_S) == OK, mesh.output("node-two")
+        check_whole(mesh.run, 2)
+        assert (mesh.run / "weights").is_dir()
 
 
 @pytest.mark.slow

@@ -66,6 +66,13 @@ def test_model_without_named_layers_is_gathered_as_one(team: ShardedRanks) -> No
     assert isinstance(model, FSDPModule)
 
 
+def test_ranks_that_share_no_memory_with_the_first_export_nothing(context: RankContext) -> None:
+    weights = {"a": torch.ones(2), "b": torch.ones(3)}
+    mesh = context.mesh["data"]
+    assert ShardedRanks(mesh, [0]).owned(weights) == {"a", "b"}
+    assert ShardedRanks(mesh, [1]).owned(weights) == set()
+
+
 @pytest.mark.parametrize("num", [1, 2, 3, 8])
 def test_weights_are_divided_evenly_and_each_once(num: int) -> None:
     sizes = {f"layer.{at}": 1 + at % 7 for at in range(50)}
