@@ -1,6 +1,6 @@
-"""Limits of one router: 10,000 workers' heartbeats and a million queued rollouts.
+"""Limits of one router: 10,000 workers' heartbeats, a million queued rollouts, fleet tables.
 
-    python -m benchmarks.scale [--quick] [--json] [--check]
+    python -m benchmarks.scale [--quick] [--json] [--check] [--only groups,fleet]
 
 The router's own scheduler in this process receives the messages that real peers send, on a clock
 that is advanced by hand: CPU and memory are measured without sockets (with them, see
@@ -21,13 +21,14 @@ from statistics import linear_regression
 
 import psutil
 
+from benchmarks.lib.fleet_feed import measure_fleet
 from benchmarks.lib.report import Goal, parser, report
 from rollmesh.core.config import RouterConfig
 from rollmesh.core.heap import Heap
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.router.group_scheduler import GroupScheduler
 from rollmesh.serve.router.status import entries, status_of
-from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
+from rollmesh.wire.fleet import FleetChanged
 from rollmesh.wire.frames import Buffer, Packet, decode, encode
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
@@ -268,6 +269,7 @@ LONG_RUN_GROUPS = 250_000
 """Number of groups, of four rollouts each: a million rollouts."""
 LONG_RUN_LOOKS = 25
 MB = 1e6
+CASES = ("groups", "fleet")
 
 GOALS = [
     Goal("beats.core_share", "<=", 0.5),
@@ -275,6 +277,10 @@ GOALS = [
     Goal("groups.us_with_10k_workers_vs_one", "<=", 2.0),
     Goal("long_run.mb_per_100k_groups", "<=", 1.0),
     Goal("long_run.entries_at_rest", "<=", 0.0),
+    Goal("fleet_of_512.machine_core_share", "<=", 0.05),
+    Goal("fleet_of_512.changes_bytes_s", "<=", 2000.0),
+    Goal("fleet_of_512.publication_bytes", "<=", 200_000.0),
+    Goal("fleet.num_unsent", "<=", 0.0),
 ]
 
 
@@ -436,14 +442,6 @@ def measure(is_quick: bool) -> dict[str, float]:
     figures["beats.us_each"] = 1e6 * (spent_s - ticks_s) / (num_beats * NUM_WORKERS)
     figures["beats.tick_ms"] = 1e3 * ticks_s / (num_beats * TICKS_PER_BEAT)
     figures["beats.core_share"] = spent_s / (num_beats * mesh.beat_s)
-    rows = tuple(
-        EngineRow(f"http://10.0.0.{n}:30000", "i1", EnginePhase.READY, 7) for n in range(100)
-    )
-    table = Packet(FleetChanged(1, rows), "i1")
-    figures["table_of_100_engines.bytes"] = float(sum(len(frame) for frame in encode(table)))
-    figures["table_of_100_engines.encode_us"] = cpu_us(
-        lambda: [encode(table) for _ in rows], len(rows)
-    )
     number = 10_000 if is_quick else 30_000
     figures["groups.us"] = cpu_us(lambda: mesh.finish(runs, number), number)
     lone = SimulatedMesh(1)
@@ -458,9 +456,13 @@ def measure(is_quick: bool) -> dict[str, float]:
 
 def main() -> None:
     """Measure and report."""
-    options = parser("scale").parse_args()
+    options = parser("scale", CASES).parse_args()
+    cases = options.only or CASES
     gc.freeze()
-    report(options, measure(options.quick), GOALS)
+    figures = measure(options.quick) if "groups" in cases else {}
+    if "fleet" in cases:
+        figures |= measure_fleet(is_quick=options.quick)
+    report(options, figures, [goal for goal in GOALS if goal.figure in figures])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import msgspec
 
 from rollmesh.core.addresses import why_no_engine_url
 from rollmesh.core.types import UNVERSIONED
-from rollmesh.engine.members import ActivePublisher, FleetMember, Trust
+from rollmesh.engine.members import ActivePublisher, FleetMember, Trust, expire_sleep, put_to_sleep
 from rollmesh.engine.roster import FleetChanges, Roster
 from rollmesh.engine.table_sync import TableFeed
 from rollmesh.wire.fleet import (
@@ -50,29 +50,7 @@ from rollmesh.wire.fleet import (
 )
 from rollmesh.wire.machine import Received, Send, Ticked
 
-ASLEEP = "its GPUs are not its own now"
-LAPSED = "asleep until it is woken: the process that put it to sleep is gone"
 DRAINS = "gets no new requests, and is removed when its running ones have ended"
-
-
-def put_to_sleep(engine: FleetMember, route: bytes, ask: SleepEngine, now_s: float) -> str:
-    """Put an engine to sleep; return why it is refused, else ''."""
-    if engine.row.phase is EnginePhase.UPDATING:
-        return f"{ask.url} is being updated; ask again when that is done"
-    engine.set(EnginePhase.ASLEEP, ASLEEP)
-    engine.holder = route
-    engine.until_s = now_s + ask.lease_s
-    engine.probe_serial = None
-    engine.num_failed_probes = 0
-    engine.faults_s.clear()
-    return ""
-
-
-def expire_sleep(engine: FleetMember, now_s: float) -> None:
-    """Clear a sleeping engine's lease if it has lapsed."""
-    if now_s >= engine.until_s:
-        engine.holder = b""
-        engine.set(EnginePhase.ASLEEP, LAPSED)
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,12 +216,23 @@ class Fleet:
             case Received(route=route, message=AddEngine() | DropEngine() as change):
                 error = self._on_change(change, now_s)
                 answers = [Send(route, FleetAnswered(change.ask_id, not error, error, 0, ()))]
-        actions = self._tend(now_s)
+        touched = self._touched_by(event)
+        actions = self._tend(touched, now_s)
         self._has_publisher = self._knows_publisher(now_s)
-        rows = {url: engine.row for url, engine in self._engines.items()}
-        self._feed.look(rows, self._publisher.verified_version, self._has_publisher)
+        self._feed.look(
+            [engine.row for engine in touched if engine.row.url in self._engines],
+            self._feed.forgotten(self._engines.keys()),
+            self._publisher.verified_version,
+            self._has_publisher,
+        )
         pushes = map(PublishTable, self._feed.take(now_s))
         return [*pushes, *map(self._complete, answers), *actions]
+
+    def _touched_by(self, event: Event) -> list[FleetMember]:
+        """Return the engines to look at: a probe's own, since they are many, else all."""
+        if isinstance(event, EngineProbed):
+            return [e for e in (self._engines.get(event.url),) if e is not None]
+        return list(self._engines.values())
 
     @property
     def due_s(self) -> float:
@@ -515,22 +504,26 @@ class Fleet:
 
     def _judge(self, engine: FleetMember, served: int, now_s: float) -> None:
         """Set the phase by the weights that a responding engine reports."""
-        newest = max(self.policy_version(), self._publisher.newest(now_s))
         is_ready = engine.row.phase is EnginePhase.READY
+        # A READY engine with older weights keeps serving until its own update begins.
+        waits_for_newest = not (is_ready or self._settings.believes_engines)
         if served == UNVERSIONED and not self._settings.believes_engines:
             engine.set(EnginePhase.JOINING, f"its weights have no version yet; {_EXPECTED}", served)
         elif served != engine.trusted:
             why = f"no publisher verified its weights {served}; {_EXPECTED}"
             engine.set(EnginePhase.JOINING, why, served)
-        elif served < newest and not is_ready and not self._settings.believes_engines:
-            detail = f"serves version {served}, the fleet is at {newest}"
+        elif waits_for_newest and served < self._newest(now_s):
+            detail = f"serves version {served}, the fleet is at {self._newest(now_s)}"
             engine.set(EnginePhase.JOINING, detail, served)
         else:
-            # A READY engine with older weights keeps serving until its own update begins.
             engine.set(EnginePhase.READY, "", served)
         is_ready = engine.row.phase is EnginePhase.READY
         wait_s = self._settings.probe_s if is_ready else self._settings.join_probe_s
         engine.next_probe_s = now_s + wait_s
+
+    def _newest(self, now_s: float) -> int:
+        """Return the newest version that an engine serves or the publisher has announced."""
+        return max(self.policy_version(), self._publisher.newest(now_s))
 
     def _on_failed_probe(self, engine: FleetMember, detail: str, now_s: float) -> None:
         engine.num_failed_probes += 1
@@ -546,15 +539,15 @@ class Fleet:
 
     # time
 
-    def _tend(self, now_s: float) -> list[Action]:
+    def _tend(self, engines: list[FleetMember], now_s: float) -> list[Action]:
         actions: list[Action] = []
-        for url, engine in list(self._engines.items()):
+        for engine in engines:
             if engine.is_leaving:
                 self._let_leave(engine, now_s)
             phase = engine.row.phase
             if phase is EnginePhase.GONE:
                 if now_s >= engine.until_s:
-                    del self._engines[url]
+                    del self._engines[engine.row.url]
                 continue
             if phase is EnginePhase.ASLEEP:
                 expire_sleep(engine, now_s)

@@ -16,10 +16,13 @@ import enum
 import msgspec
 
 from rollmesh.core.types import UNVERSIONED
-from rollmesh.wire.fleet import BeginUpdate, EnginePhase, EngineRow
+from rollmesh.wire.fleet import BeginUpdate, EnginePhase, EngineRow, SleepEngine
 
 ADAPTER_PREFIX = "rollmesh-v"
 """Prefix of adapter names of publishers; other adapters are ignored."""
+
+ASLEEP = "its GPUs are not its own now"
+LAPSED = "asleep until it is woken: the process that put it to sleep is gone"
 
 
 class Trust(enum.Enum):
@@ -91,6 +94,26 @@ class FleetMember:
             policy_version=row.policy_version if policy_version is None else policy_version,
             adapter=row.adapter if adapter is None else adapter,
         )
+
+
+def put_to_sleep(engine: FleetMember, route: bytes, ask: SleepEngine, now_s: float) -> str:
+    """Put an engine to sleep; return why it is refused, else ''."""
+    if engine.row.phase is EnginePhase.UPDATING:
+        return f"{ask.url} is being updated; ask again when that is done"
+    engine.set(EnginePhase.ASLEEP, ASLEEP)
+    engine.holder = route
+    engine.until_s = now_s + ask.lease_s
+    engine.probe_serial = None
+    engine.num_failed_probes = 0
+    engine.faults_s.clear()
+    return ""
+
+
+def expire_sleep(engine: FleetMember, now_s: float) -> None:
+    """Clear a sleeping engine's lease if it has lapsed."""
+    if now_s >= engine.until_s:
+        engine.holder = b""
+        engine.set(EnginePhase.ASLEEP, LAPSED)
 
 
 class ActivePublisher:

@@ -15,7 +15,7 @@
 
 import enum
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -74,19 +74,25 @@ class TableFeed:
         self._changes_s = self._beat_s = self._digested_s = float("-inf")
         self._order: list[str] = []
 
-    def look(self, rows: Mapping[str, EngineRow], published: int, has_publisher: bool) -> None:
-        """Note how the table differs from the last look."""
-        changed = self._rows.keys() - rows.keys()
+    def look(
+        self,
+        rows: Iterable[EngineRow],
+        removed: Collection[str],
+        published: int,
+        has_publisher: bool,
+    ) -> None:
+        """Note how these rows, and the rest of the table, differ from the last look."""
+        changed = set(removed)
         is_urgent = bool(changed) or has_publisher != self._has_publisher
         for url in changed:
             del self._rows[url]
-        for url, row in rows.items():
-            was = self._rows.get(url)
+        for row in rows:
+            was = self._rows.get(row.url)
             if row is was:
                 continue
-            self._rows[url] = row
+            self._rows[row.url] = row
             if was is None or without_load(row) != without_load(was):
-                changed.add(url)
+                changed.add(row.url)
                 is_urgent = is_urgent or was is None or _is_urgent(was, row)
         if changed or (published, has_publisher) != (self._published, self._has_publisher):
             self.epoch += 1
@@ -94,6 +100,10 @@ class TableFeed:
         self._published, self._has_publisher = published, has_publisher
         self._changed |= changed
         self._is_urgent = self._is_urgent or is_urgent
+
+    def forgotten(self, urls: Collection[str]) -> set[str]:
+        """Return the engines of the last look that are not among `urls`."""
+        return self._rows.keys() - urls
 
     @property
     def due_s(self) -> float:

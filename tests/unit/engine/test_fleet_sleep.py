@@ -2,7 +2,8 @@
 
 import pytest
 
-from rollmesh.engine.fleet import LAPSED, ContinueEngine
+from rollmesh.engine.fleet import ContinueEngine
+from rollmesh.engine.members import LAPSED
 from rollmesh.engine.view import FleetView
 from rollmesh.wire.fleet import (
     BeginUpdate,

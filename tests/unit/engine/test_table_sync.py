@@ -41,9 +41,13 @@ class Source:
             self.rows[each.url] = each
 
     def step(self, now_s: float) -> list[TableMessage]:
-        self.feed.look(self.rows, self.published, True)
+        self.look()
         self.sums[self.feed.epoch] = checksum(self.rows.values(), self.published, True)
         return self.feed.take(now_s)
+
+    def look(self) -> None:
+        removed = self.feed.forgotten(self.rows.keys())
+        self.feed.look(self.rows.values(), removed, self.published, True)
 
     def table(self) -> FleetChanged:
         return FleetChanged(self.feed.epoch, tuple(self.rows.values()), self.published, True)
@@ -162,7 +166,7 @@ def test_a_new_router_is_asked_for_its_table(source: Source) -> None:
 def test_a_copy_that_is_newer_than_the_base_takes_the_changes(source: Source) -> None:
     source.step(0.0)
     source.set(row(1, 1))
-    source.feed.look(source.rows, -1, True)  # known, not sent yet
+    source.look()  # known, not sent yet
     copy = TableCopy()
     copy.take(source.table(), "r1")
     source.set(row(2, 2))

@@ -4,7 +4,7 @@ state of its engines.
 
 import pytest
 
-from rollmesh.engine.fleet import ASLEEP
+from rollmesh.engine.members import ASLEEP
 from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.serve.coordinator.worker import EngineOp
 from rollmesh.wire.fleet import EnginePhase, SleepEngine
