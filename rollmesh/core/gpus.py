@@ -3,9 +3,14 @@
 import itertools
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+from rollmesh.core.errors import ConfigError
 
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+PLACES_VARIABLE = "ROLLMESH_GPU_PLACES"
+"""Environment: the places of a process's GPUs among those of its node, such as `2,3`, for a process
+whose launch cannot see that node's GPUs."""
 _LIST = ("nvidia-smi", "-L")
 _LIST_TIMEOUT_S = 30
 
@@ -21,6 +26,17 @@ def visible_gpus(
     words = [word.strip() for word in visible.split(",") if word.strip()]
     # As in CUDA: entries after an invalid one are ignored.
     return tuple(itertools.takewhile(lambda word: not word.startswith("-"), words))
+
+
+def devices_at(places: str, gpus: Sequence[str]) -> str:
+    """Return the GPUs at `places`, as CUDA_VISIBLE_DEVICES has them; ConfigError if one is missing."""
+    numbers = [int(word) for word in places.split(",") if word]
+    if numbers and max(numbers) >= len(gpus):
+        raise ConfigError(
+            f"engine.gpus_each: this server has GPU {max(numbers)} of its node, counted from 0, "
+            f"which shows {len(gpus)}; start fewer servers on each node"
+        )
+    return ",".join(gpus[number] for number in numbers)
 
 
 def _listed() -> str:

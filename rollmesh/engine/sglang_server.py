@@ -31,6 +31,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 from rollmesh.core.child_process import describe_exit, spawn_options
 from rollmesh.core.config import Config
 from rollmesh.core.errors import ConfigError, UserError
+from rollmesh.core.gpus import DEVICES_VARIABLE, PLACES_VARIABLE, devices_at, visible_gpus
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.orphans import MARK_VARIABLE, kill_marked, new_mark
 from rollmesh.core.process import FAILED, OK, Ready, announce, http_address, reserve, stop_event
@@ -103,8 +104,13 @@ def server_environment(environment: Mapping[str, str], python: str, mark: str) -
     SGLang's processes change their titles, which would overwrite the mark without SPT_NOENV.
     """
     path = [os.path.dirname(python), environment.get("PATH", os.defpath)]
+    places = environment.get(PLACES_VARIABLE)
+    gpus = (
+        {} if places is None else {DEVICES_VARIABLE: devices_at(places, visible_gpus(environment))}
+    )
     return {
         **without_secrets(environment),
+        **gpus,
         MARK_VARIABLE: mark,
         "PATH": os.pathsep.join(filter(None, path)),
         "SPT_NOENV": "1",
@@ -202,6 +208,7 @@ class SglangServer:
         self._reserved = reserved
         self._key_file = key_file
         self._mark = new_mark("sglang")
+        self._is_ready = False
         self._progress = LoadProgress()
         self._tail = OutputTail()
         self._process: asyncio.subprocess.Process | None = None
@@ -233,6 +240,7 @@ class SglangServer:
                     f"(engine.load_timeout_s); it was {self._progress.state}{self._see_log()}"
                 )
             loading.result()
+            self._is_ready = True
             self._on_ready()
             self._report()
             await asyncio.wait((ended, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -325,7 +333,8 @@ class SglangServer:
             sys.stdout.flush()
         for line in texts:
             self._tail.add(line)
-            if self._progress.add(line):
+            # An update of the weights prints the same lines.
+            if not self._is_ready and self._progress.add(line):
                 state = self._progress.state
                 log.info("engine.loading", phase=state.phase, amount=state.amount)
 

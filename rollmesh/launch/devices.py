@@ -12,7 +12,7 @@ import msgspec
 
 from rollmesh.core.config import Config
 from rollmesh.core.errors import ConfigError
-from rollmesh.core.gpus import DEVICES_VARIABLE
+from rollmesh.core.gpus import DEVICES_VARIABLE, PLACES_VARIABLE
 from rollmesh.launch.plan import TRAINER, ChildPlan, engine_roles
 
 Devices = Mapping[str, tuple[str, ...]]
@@ -69,6 +69,30 @@ def with_devices(plans: Sequence[ChildPlan], devices: Devices) -> list[ChildPlan
         else plan
         for plan in plans
     ]
+
+
+def with_places(
+    config: Config, plans: Sequence[ChildPlan], homes: Mapping[str, str], gpus_per_node: int
+) -> list[ChildPlan]:
+    """Return the plans, in which each SGLang server has GPUs of its own on its node.
+
+    `homes` are the nodes of the roles that do not run on the first, where the trainer has the first
+    GPUs. Nodes of a job share their GPUs between its processes.
+    """
+    if config.engine.launch != "sglang":
+        return list(plans)
+    used = {"": len(_gpus_of_trainer(config, gpus_per_node))}
+    found = []
+    for plan in plans:
+        if plan.role in engine_roles(config):
+            node, each = homes.get(plan.role, ""), config.engine.gpus_each
+            first = used.get(node, 0)
+            used[node] = first + each
+            places = ",".join(map(str, range(first, first + each)))
+            variables = {**plan.variables, PLACES_VARIABLE: places}
+            plan = msgspec.structs.replace(plan, variables=variables)
+        found.append(plan)
+    return found
 
 
 def _gpus_of_trainer(config: Config, num_gpus: int) -> range:

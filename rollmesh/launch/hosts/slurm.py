@@ -29,6 +29,7 @@ from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.orphans import kill_marked, sweep_memory
 from rollmesh.core.process import OK, USAGE
+from rollmesh.launch.devices import with_places
 from rollmesh.launch.hosts.base import ChildCallbacks, ChildOrder
 from rollmesh.launch.hosts.remote import CommandHost, RemoteChild, RunnerConnection
 from rollmesh.launch.plan import ChildPlan, engine_roles
@@ -262,7 +263,7 @@ def place_in_job(
     homes = home_nodes(config, plans, allocation.others)
     host = SlurmHost(allocation, homes, config.slurm, config.run_folder() / "logs", mark)
     placed, engines = [], engine_roles(config)
-    for plan in plans:
+    for plan in with_places(config, plans, homes, config.slurm.gpus_per_node):
         if plan.role in engines:
             node_address = "{host}" if plan.role in homes else allocation.address
             plan = msgspec.structs.replace(plan, bind=f"{node_address}:0")

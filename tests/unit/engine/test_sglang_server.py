@@ -89,6 +89,11 @@ def test_the_environment_has_no_secrets_and_finds_the_programs_beside_its_python
     assert (environment["ROLLMESH_MARK"], environment["SPT_NOENV"]) == ("a/b", "1")
 
 
+def test_a_server_on_a_node_of_a_job_sees_its_gpus_of_that_node() -> None:
+    ours = {"ROLLMESH_GPU_PLACES": "1", "CUDA_VISIBLE_DEVICES": "4,5"}
+    assert server_environment(ours, "python", "a")["CUDA_VISIBLE_DEVICES"] == "5"
+
+
 def states(lines: Iterable[str]) -> list[str]:
     """The states of a load after each line that changes one."""
     progress = LoadProgress()

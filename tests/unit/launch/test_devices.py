@@ -5,8 +5,8 @@ import pytest
 
 from rollmesh.core.config import Config, EngineConfig, TrainerConfig
 from rollmesh.core.errors import ConfigError
-from rollmesh.core.gpus import visible_gpus
-from rollmesh.launch.devices import GrantedGpus, assign_devices, with_devices
+from rollmesh.core.gpus import PLACES_VARIABLE, devices_at, visible_gpus
+from rollmesh.launch.devices import GrantedGpus, assign_devices, with_devices, with_places
 from rollmesh.launch.pipeline import NodeStatus, granted_gpus
 from rollmesh.launch.plan import ChildPlan, OnDeath
 from rollmesh.wire.scheduling import PipelineSpec
@@ -101,6 +101,22 @@ def test_a_process_sees_its_devices_only() -> None:
     assert a.variables == {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert b.variables == {"CUDA_VISIBLE_DEVICES": ""}
     assert c.variables == {}
+
+
+def test_servers_on_one_node_of_a_job_have_gpus_of_their_own() -> None:
+    roles = ["router", "engine-0", "engine-1", "engine-2"]
+    plans = [ChildPlan(role=each, argv=(), on_death=OnDeath.RESTART) for each in roles]
+    homes = {"engine-1": "n2", "engine-2": "n2"}
+    placed = with_places(config_of(3, 2), plans, homes, 8)
+    wanted = [None, "1,2", "0,1", "2,3"]
+    assert [plan.variables.get(PLACES_VARIABLE) for plan in placed] == wanted
+
+
+def test_a_server_finds_its_gpus_among_those_that_its_node_shows() -> None:
+    assert devices_at("2,0", ("4", "5", "6", "7")) == "6,4"
+    assert devices_at("", FOUR) == ""
+    with pytest.raises(ConfigError, match="GPU 4 of its node, counted from 0, which shows 4"):
+        devices_at("3,4", FOUR)
 
 
 @pytest.mark.parametrize(
