@@ -29,7 +29,7 @@ def visible_gpus(
 
 
 def devices_at(places: str, gpus: Sequence[str]) -> str:
-    """Return the GPUs at `places`, as CUDA_VISIBLE_DEVICES has them; ConfigError if one is missing."""
+    """Return the GPUs at `places` for CUDA_VISIBLE_DEVICES; ConfigError if one is missing."""
     numbers = [int(word) for word in places.split(",") if word]
     if numbers and max(numbers) >= len(gpus):
         raise ConfigError(
