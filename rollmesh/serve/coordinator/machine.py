@@ -90,6 +90,13 @@ class FleetTableView:
         """Row of an engine; None if missing or older than our last request."""
         return self._rows.get(url) if self._as_of >= self._asked[url].ask_id else None
 
+    def is_removed(self, url: str) -> bool:
+        """Whether the operator removed the engine: the table lacks it after a request to put it to
+        sleep, by which it would have joined."""
+        asked, row = self._asked[url], self._rows.get(url)
+        is_answered = 0 < asked.ask_id <= self._as_of and asked.is_out
+        return is_answered and (row is None or row.phase is EnginePhase.GONE)
+
     def update(
         self, workers: Sequence[EngineWorker], is_hasty: bool, now_s: float
     ) -> list[CoordinatorAction]:
@@ -287,7 +294,8 @@ class Coordinator:
 
     def _update(self, now_s: float) -> list[CoordinatorAction]:
         for worker in self.workers:
-            worker.update(self._table.row(worker.url), now_s)
+            is_removed = self._table.is_removed(worker.url)
+            worker.update(self._table.row(worker.url), now_s, is_removed=is_removed)
         actions = self._update_queue(now_s)
         waits = any(w.step in (WorkerStep.LEAVING, WorkerStep.JOINING) for w in self.workers)
         actions += self._table.update(self.workers, waits, now_s)

@@ -296,16 +296,17 @@ class EngineWorker:
 
     # time and the table
 
-    def update(self, row: EngineRow | None, now_s: float) -> None:
+    def update(self, row: EngineRow | None, now_s: float, *, is_removed: bool = False) -> None:
         """Advance steps that depend on the table; `row` is None until the table reflects the last
-        request."""
+        request. An engine that the operator removed keeps its GPUs, but serves no requests."""
         is_repaired = self.phase is WorkerPhase.AWAKE and self.step is not WorkerStep.RESTING
         if is_repaired and now_s >= self._repaired_from_s + self._settings.repair_s:
             self.give_up(f"{self.step.value}: took too long")
-        if self.step is WorkerStep.LEAVING and row and row.phase is EnginePhase.ASLEEP:
+        is_asleep = row is not None and row.phase is EnginePhase.ASLEEP
+        if self.step is WorkerStep.LEAVING and (is_asleep or is_removed):
             self._drained_from_s = now_s
             self._enter(WorkerStep.DRAINING)
-        elif self.step is WorkerStep.JOINING and row and row.phase in SERVES:
+        elif self.step is WorkerStep.JOINING and (is_removed or (row and row.phase in SERVES)):
             self._arrive(WorkerPhase.AWAKE)
         elif self.step is WorkerStep.JOINING and row and row.phase is not EnginePhase.ASLEEP:
             self.detail = f"{row.phase.value}: {row.detail}"

@@ -7,7 +7,8 @@ import pytest
 from rollmesh.engine.members import ASLEEP
 from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.serve.coordinator.worker import EngineOp
-from rollmesh.wire.fleet import EnginePhase, SleepEngine
+from rollmesh.wire.fleet import AddEngine, DropEngine, EnginePhase, SleepEngine
+from rollmesh.wire.machine import Received
 from rollmesh.wire.scheduling import ResizeWorkers, SchedulerHello, WorkerChange, WorkerPhase
 from tests.unit.serve.coordinator.simulated_engines import SimulatedEngines
 
@@ -408,3 +409,22 @@ def test_requests_that_the_router_did_not_receive_are_repeated() -> None:
     engines.router_ignores = False
     engines.run(2.0)
     assert engines.truth(0).phase is WorkerPhase.ASLEEP
+
+
+def test_an_engine_that_the_operator_removed_still_follows_the_scheduler() -> None:
+    """Its GPUs are the scheduler's, whether or not it serves."""
+    engines = awake(0, 1)
+    engines.fleet.step(Received(b"operator", DropEngine(1, engines.urls[0])), engines.now_s)
+    engines.run(1.0)
+    for wakes in (False, True, False):
+        ask = engines.resize(wakes, 0)
+        engines.run(3.0)
+        assert engines.truth(0).phase is (WorkerPhase.AWAKE if wakes else WorkerPhase.ASLEEP)
+        assert (engines.answers()[-1].resize_id, engines.answers()[-1].error) == (ask.resize_id, "")
+    assert engines.engine(0).is_released
+    engines.fleet.step(Received(b"operator", AddEngine(2, engines.urls[0])), engines.now_s)
+    engines.run(1.0)
+    assert engines.row(0).phase is EnginePhase.ASLEEP
+    engines.resize(True, 0)
+    engines.run(3.0)
+    assert engines.row(0).phase is EnginePhase.READY

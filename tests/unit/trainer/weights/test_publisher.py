@@ -12,7 +12,9 @@ from rollmesh.trainer.weights.publisher import (
     UpdatePhase,
 )
 from rollmesh.wire.fleet import (
+    AddEngine,
     BeginUpdate,
+    DropEngine,
     EnginePhase,
     FinishUpdate,
     FleetAnswered,
@@ -31,6 +33,8 @@ from tests.unit.trainer.weights.publisher_world import (
     probe_of,
     target,
 )
+
+C = "http://c"
 
 
 def test_publication_takes_each_engine_through_the_steps_in_order() -> None:
@@ -490,3 +494,52 @@ def test_a_publisher_without_descriptors_fences_no_engine(step: str) -> None:
     mesh.run(15.0)
     assert (mesh.phase(), mesh.policy_version()) == (EnginePhase.READY, 1)
     assert not mesh.engines[A].is_paused
+
+
+def test_an_engine_that_the_operator_adds_is_updated_before_it_serves() -> None:
+    mesh = Mesh(A)
+    mesh.run(1.0)
+    mesh.publish(target(1))
+    mesh.run(2.0)
+    mesh.engines[C] = ModelEngine()
+    mesh.engines[C].label = mesh.engines[C].weights = 1  # of another run
+    mesh.tend_fleet(Received(b"operator", AddEngine(1, C)))
+    while mesh.phase(C) is not EnginePhase.READY:
+        mesh.run(0.05)
+    assert (C, UpdatePhase.LOADING) in mesh.was_called
+    assert (C, UpdatePhase.SCORING) in mesh.was_called
+    assert mesh.policy_version(C) == 1
+
+
+@pytest.mark.parametrize("drains", [True, False])
+def test_an_engine_that_the_operator_removes_gets_no_more_updates(drains: bool) -> None:
+    mesh = Mesh(A, B)
+    mesh.run(1.0)
+    mesh.publish(target(1))
+    mesh.run(2.0)
+    mesh.tend_fleet(Received(b"operator", DropEngine(1, A, drains)))
+    mesh.was_called.clear()
+    mesh.publish(target(2))
+    mesh.run(3.0)
+    assert {url for url, _ in mesh.was_called} == {B}
+    assert mesh.reports[-1].updated == (B,)
+    assert mesh.reports[-1].failed == ()
+
+
+@pytest.mark.parametrize("drains", [True, False])
+@pytest.mark.parametrize("after_s", [0.05, 0.1, 0.2, 0.3, 0.5])
+def test_an_engine_that_is_removed_during_its_update_is_no_failure(
+    drains: bool, after_s: float
+) -> None:
+    mesh = Mesh(A, B)
+    mesh.run(1.0)
+    mesh.publish(target(1))
+    mesh.run(after_s)
+    mesh.tend_fleet(Received(b"operator", DropEngine(1, A, drains)))
+    mesh.run(8.0)
+    mesh.publish(target(2))
+    mesh.run(3.0)
+    assert not mesh.engines[A].is_paused
+    assert (mesh.phase(B), mesh.policy_version(B)) == (EnginePhase.READY, 2)
+    assert mesh.reports[-1].failed == ()
+    assert A not in mesh.publisher.phases()
