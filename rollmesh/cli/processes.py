@@ -209,13 +209,12 @@ def train(argv: list[str]) -> int:
     add_until_done(arguments)
     options = arguments.parse_args(pass_gate(argv))
     job = None if is_launched() else TorchrunJob.find()
+    share, config = share_of(options), settings_of(options)
     if job:
         die_with_parent()
-        job.check(config_of(options).trainer.num_ranks)
-        options.overrides += [f"trainer.num_ranks={job.num_ranks}", "trainer.num_local_ranks=1"]
-    share, config = share_of(options), settings_of(options)
-    if job and job.rank:
-        return run_rank(config, job.rank, job.address(), job.local_rank, job.num_sharing)
+        joint = job.applied(config)
+        if job.rank:
+            return run_rank(joint, job.rank, job.address(), job.local_rank, job.num_sharing)
     if options.ready_fd is not None:
         return run(config, options.router, options.ready_fd, share)
     if options.until_done and why_done(config):
@@ -224,7 +223,7 @@ def train(argv: list[str]) -> int:
     folder = RunFolder(config, resume=options.resume, resume_command=command)
     try:
         with TelemetryThread(options.status, "trainer", folder, SystemClock(), config.launch):
-            code = run(config, options.router, None, share, job)
+            code = run(joint if job else config, options.router, None, share, job)
     except BaseException as error:
         folder.end(RunState.FAILED, str(error) or type(error).__name__)
         raise

@@ -80,13 +80,22 @@ class TorchrunJob:
                 )
         return found
 
-    def check(self, num_ranks: int) -> None:
-        """Raise ConfigError if trainer.num_ranks is set to another number."""
+    def applied(self, config: Config) -> Config:
+        """Return the settings for as many ranks as torchrun started; ConfigError if
+        trainer.num_ranks is set to another number.
+
+        They are not those of the run's folder, so the run may resume with other ranks.
+        """
+        num_ranks = config.trainer.num_ranks
         if num_ranks not in (1, self.num_ranks):
             raise ConfigError(
                 f"trainer.num_ranks = {num_ranks}, and torchrun started {self.num_ranks} "
                 "processes; leave it out, or set the number of all processes"
             )
+        trainer = msgspec.structs.replace(
+            config.trainer, num_ranks=self.num_ranks, num_local_ranks=1
+        )
+        return msgspec.structs.replace(config, trainer=trainer)
 
     def publish(self, address: str) -> None:
         """Pass the trainer's address on to the other ranks."""

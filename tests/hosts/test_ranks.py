@@ -23,9 +23,7 @@ from tests.flow.test_ranks_elsewhere import (
 from tests.flow.test_ranks_elsewhere import alone as alone  # the fixtures
 from tests.flow.test_ranks_elsewhere import model_folder as model_folder
 from tests.flow.trained_mesh import model as model
-from tests.hosts.host_mesh import ROUTER_PORT, HostMesh, check_whole
-
-TRAIN = ["-m", "rollmesh", "train"]
+from tests.hosts.host_mesh import HostMesh, check_whole
 
 
 def job_with_keys(folder: Path, model: Path) -> Job:
@@ -79,36 +77,46 @@ MESH_HOSTS = dict.fromkeys(("router", "engine-0", "worker-0", "trainer"), "one")
 TRAINS_WITHIN_S = 200.0
 
 
-def torchrun(number: int, head: str) -> list[str]:
-    """The words before `-m` that start the processes of node `number`, one for each node."""
-    nodes = ["--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1"]
-    return ["-m", "torch.distributed.run", *nodes, "--master-addr", head, "--master-port", "29500"]
+class TorchrunMesh(HostMesh):
+    """A mesh whose trainer is started by torchrun on one or two nodes."""
+
+    def start_nodes(self, *names: str, num_ranks: int = 1) -> None:
+        """Start torchrun on these hosts, with so many ranks on each."""
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "ROLLMESH_KEYS": str(self.run.parent / "host-one" / "publisher.json"),
+        }
+        for number, name in enumerate(names):
+            nodes = ["--nnodes", str(len(names)), "--node-rank", str(number)]
+            nodes += ["--nproc-per-node", str(num_ranks)]
+            nodes += ["--master-addr", self.address("trainer"), "--master-port", "29500"]
+            argv = [sys.executable, "-m", "torch.distributed.run", *nodes, "-m", "rollmesh"]
+            argv += ["train", *self._of_mesh(), "--go-on"]
+            with (self.run.parent / f"node-{name}.out").open("wb") as output:
+                self.processes[f"node-{name}"] = self.network[name].start(
+                    [*OWN, name, *argv], env=environment, stdout=output, stderr=output
+                )
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_torchrun_on_two_hosts_trains_a_mesh_and_publishes(tmp_path: Path, model: Path) -> None:
+@pytest.mark.timeout(400)
+def test_a_run_of_torchrun_that_lost_a_node_continues_on_the_other_to_its_end(
+    tmp_path: Path, model: Path
+) -> None:
+    trainer = {"num_steps": 5, "checkpoint_steps": 2, "rank_silence_s": 6.0}
     with HostNetwork(["one", "two"]) as network:
-        mesh = HostMesh(tmp_path, model, network, MESH_HOSTS, trainer={"num_steps": 2})
+        mesh = TorchrunMesh(tmp_path, model, network, MESH_HOSTS, trainer=trainer)
         with closing(mesh):
             mesh.start("router", "engine-0", "worker-0")
-            environment = os.environ | {
-                "OMP_NUM_THREADS": "1",
-                "ROLLMESH_KEYS": str(tmp_path / "host-one" / "publisher.json"),
-            }
-            for number, name in enumerate(("one", "two")):
-                argv = [sys.executable, *torchrun(number, network["one"].address), *TRAIN]
-                argv += ["--config", str(tmp_path / "mesh.json")]
-                argv += ["--router", f"tcp://{mesh.address('router')}:{ROUTER_PORT}"]
-                with (tmp_path / f"node-{name}.out").open("wb") as output:
-                    mesh.processes[f"node-{name}"] = network[name].start(
-                        [*OWN, name, *argv], env=environment, stdout=output, stderr=output
-                    )
-            code = mesh.wait("node-one", TRAINS_WITHIN_S)
-            assert code == OK, mesh.output("node-one")
-            assert mesh.wait("node-two", ENDS_S) == OK, mesh.output("node-two")
-        check_whole(mesh.run, 2)
-        assert (mesh.run / "weights").is_dir()
+            mesh.start_nodes("one", "two")
+            mesh.until_step(1)
+            network.vanish("two")
+            assert mesh.wait("node-one", TRAINS_WITHIN_S) == FAILED
+            assert "rollmesh: rank 1 on two (10.77.0.2) is gone: " in mesh.output("node-one")
+            assert "trainer/process.py" not in mesh.output("node-one"), "a traceback of ours"
+            mesh.start_nodes("one", num_ranks=2)
+            assert mesh.wait("node-one", TRAINS_WITHIN_S) == OK, mesh.output("node-one")
+        check_whole(mesh.run, 5)
 
 
 @pytest.mark.slow
