@@ -148,7 +148,7 @@ def up(argv: list[str]) -> int:
             has_keys=options.has_keys,
             resume=options.resume,
             share=share_of(options),
-            resume_command=resume_command("up", argv),
+            resume_command=resume_command("up", [*argv, *job_size(options)]),
             cluster=options.cluster,
         )
     )
@@ -170,6 +170,12 @@ def add_slurm(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --on slurm: print the job's script, and submit nothing",
     )
+
+
+def job_size(options: argparse.Namespace) -> list[str]:
+    """Return the option that submits a job of the size of this one."""
+    num_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
+    return ["--nodes", num_nodes] if options.cluster == "slurm" and num_nodes else []
 
 
 def positive(word: str) -> int:

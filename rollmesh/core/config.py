@@ -420,6 +420,9 @@ class LaunchConfig(Section, frozen=True):
     engine_check_timeout_s: PositiveSeconds = 5.0
     """Seconds in which each server of engine.urls must answer before the run starts
     (default: 5)."""
+    node_timeout_s: PositiveSeconds = 30.0
+    """With --on slurm: seconds of silence after which another node is lost. Its processes end there
+    and start again, on another node where they can (default: 30)."""
     scheduler_wait_s: NonNegativeSeconds = 30.0
     """With --scheduler: seconds to wait until the scheduler answers and admits the pipeline
     (default: 30)."""

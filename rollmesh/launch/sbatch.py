@@ -148,7 +148,7 @@ fi
         ", and check that the run's folder is shared" if is_shared else ""
     }.
 srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\
-    {python} -m rollmesh.launch.hosts.slurm "slurm-$SLURM_JOB_ID"{
+    {python} -m rollmesh.launch.hosts.slurm prepare "slurm-$SLURM_JOB_ID"{
         ' "$started"' if is_shared else ""
     }
 export {MARK_VARIABLE}="slurm-$SLURM_JOB_ID"

@@ -40,7 +40,7 @@ SlurmctldHost={login}({network}.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
 CredType=cred/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
@@ -58,7 +58,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ReturnToService=2
-KillWait=10
+KillWait=30
 SlurmdTimeout=10
 MinJobAge=600
 SchedulerParameters=requeue_delay=1
@@ -181,9 +181,11 @@ class SlurmCluster:
     def kill_node(self, node: str) -> None:
         """Kill every process on a node at once, slurmd included."""
         while found := self.processes(node):
-            for each in found:
-                with suppress(psutil.NoSuchProcess):
-                    each.send_signal(signal.SIGKILL)
+            # None may act on the end of another: they see the processes of all nodes.
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for each in found:
+                    with suppress(psutil.NoSuchProcess):
+                        each.send_signal(number)
             psutil.wait_procs(found, timeout=POLL_S)
             self._daemons[node].wait_for(POLL_S)
 

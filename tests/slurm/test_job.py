@@ -1,8 +1,6 @@
-"""`rollmesh up --on slurm` on a Slurm cluster of three nodes, with a tiny model."""
+"""`rollmesh up --on slurm` on a Slurm cluster of three nodes: to the end, and through faults."""
 
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +11,11 @@ import pytest
 from rollmesh.cli.runs import SETTINGS
 from rollmesh.core.orphans import MARK_VARIABLE
 from rollmesh.launch.folder import read_pids
-from tests.flow.demo import SHORT, read
-from tests.slurm.cluster import SlurmCluster, why_not
+from tests.flow.demo import SHORT, follow, read
+from tests.slurm.cluster import SlurmCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ENDS_WITHIN_S = 200.0
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[SlurmCluster]:
-    if why := why_not():
-        pytest.skip(why)
-    with SlurmCluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with random weights."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    argv = [sys.executable, "-m", "rollmesh.cli.main", "make-model", str(folder), "--seed", "1"]
-    subprocess.run(argv, check=True, capture_output=True)
-    return folder
 
 
 class Job:
@@ -51,6 +32,15 @@ class Job:
         lines = cluster.run(*argv, folder=folder).stdout.splitlines()
         self.id = lines[0].split()[1]
         """The job's id."""
+
+    def until_step(self, number: int) -> None:
+        """Wait until so many steps are done."""
+        next(row for row in follow(self.run / "metrics.jsonl") if row["step"] >= number)
+
+    def restart_now(self) -> None:
+        """Wait until the job is queued again, and start it before Slurm would."""
+        self._cluster.wait_for_job(self.id, ("PENDING",), ENDS_WITHIN_S)
+        self._cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
 
     def ended(self) -> str:
         """Wait for its end; return its state."""
@@ -90,4 +80,55 @@ def test_a_job_trains_to_its_end_on_three_nodes(
     summary = read(job.run / "summary.json")
     assert (summary["ended"], summary["num_steps"]) == ("done", SHORT["trainer.num_steps"])
     assert (summary["num_lost"], summary["num_dropped"]) == (0, 0)
+    assert job.processes() == []
+
+
+def test_the_processes_of_a_lost_node_run_elsewhere(
+    cluster: SlurmCluster, model: Path, tmp_path: Path
+) -> None:
+    settings = {"trainer.num_steps": 60, "launch.node_timeout_s": 3}
+    job = Job(cluster, model, tmp_path, **settings)
+    job.until_step(2)
+    cluster.kill_node("n2")
+    try:
+        cluster.wait_until(lambda: job.nodes()["worker-1"] == "n1", ENDS_WITHIN_S, job.output)
+        assert job.ended() == "COMPLETED", job.output()
+    finally:
+        cluster.start_node("n2")
+    summary = read(job.run / "summary.json")
+    assert (summary["ended"], summary["num_lost"], summary["num_dropped"]) == ("done", 0, 0)
+    assert job.processes() == []
+
+
+def test_a_cancelled_job_leaves_nothing_behind(
+    cluster: SlurmCluster, model: Path, tmp_path: Path
+) -> None:
+    job = Job(cluster, model, tmp_path, **{"trainer.num_steps": 10_000})
+    job.until_step(2)
+    assert job.processes()
+    cluster.run("scancel", job.id)
+    assert job.ended() == "CANCELLED"
+    assert job.processes() == []
+    assert read(job.run / "state.json")["resume"].endswith("--nodes 3 --resume")
+
+
+def test_a_job_resumes_after_its_time_limit_and_after_its_first_node_was_lost(
+    cluster: SlurmCluster, model: Path, tmp_path: Path
+) -> None:
+    settings = {"trainer.num_steps": 25, "trainer.checkpoint_steps": 2, "launch.node_timeout_s": 3}
+    job = Job(cluster, model, tmp_path, **settings)
+    job.until_step(2)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.id)  # as Slurm before the limit
+    job.restart_now()
+    job.until_step(8)
+    cluster.kill_node("n0")
+    try:
+        cluster.wait_for_job(job.id, ("PENDING",), ENDS_WITHIN_S)
+    finally:
+        cluster.start_node("n0")
+    job.restart_now()
+    assert job.ended() == "COMPLETED", job.output()
+    summary = read(job.run / "summary.json")
+    assert (summary["ended"], summary["num_steps"]) == ("done", 25)
+    assert summary["num_lives"] == 3
     assert job.processes() == []

@@ -28,6 +28,7 @@ from rollmesh.launch.hosts.base import ChildCallbacks, ChildOrder
 from rollmesh.launch.hosts.runner import (
     MAX_LINE_BYTES,
     SHARED_FILE,
+    PingRequest,
     ProcessBeat,
     ProcessEnded,
     ProcessReady,
@@ -45,6 +46,8 @@ log = get_logger()
 
 CLOSE_S = 5.0
 """Time for a runner to end its children once its connection has ended."""
+NUM_PINGS = 6
+"""Pings within the time after which a silent node is given up."""
 START_TIMEOUT_S = 60.0
 """Time for a command to start a runner."""
 KILL_S = 15.0
@@ -71,9 +74,11 @@ class Transport(Protocol):
 class RunnerConnection:
     """A connection to one runner, and the children that run there."""
 
-    def __init__(self, transport: Transport, node: str, logs: Path, log_token: str) -> None:
-        """`node` is the name of the node for users; the other arguments are those of
-        StartOrder.
+    def __init__(
+        self, transport: Transport, node: str, logs: Path, log_token: str, lease_s: float = 0.0
+    ) -> None:
+        """`node` is the name of the node for users, which is given up after `lease_s` of silence
+        (0: never); the other arguments are those of StartOrder.
         """
         self.node = node
         self.is_open = True
@@ -85,6 +90,10 @@ class RunnerConnection:
         """The runner has written its first line, or the connection has ended."""
         self._task = asyncio.create_task(self._receive(), name=f"runner {node}")
         self._closing: asyncio.Task[None] | None = None
+        self._last_line_s = asyncio.get_running_loop().time()
+        self._pinging: asyncio.Task[None] | None = None
+        if lease_s:
+            self._pinging = asyncio.create_task(self._ping(lease_s), name=f"ping {node}")
 
     async def wait_started(self, timeout_s: float) -> None:
         """Return when the runner runs; ConnectionError if it ends first or not in time."""
@@ -124,15 +133,31 @@ class RunnerConnection:
     async def _receive(self) -> None:
         try:
             while line := await self._transport.receive():
+                self._last_line_s = asyncio.get_running_loop().time()
                 self._handle(line)
         finally:
             self._end_all(self._why_ended())
+
+    async def _ping(self, lease_s: float) -> None:
+        """Give up the node after `lease_s` of silence, in which launch was not suspended itself."""
+        loop, interval_s = asyncio.get_running_loop(), lease_s / NUM_PINGS
+        await self._first.wait()
+        while self.is_open:
+            self.send(PingRequest())
+            pinged_s = loop.time()
+            await asyncio.sleep(interval_s)
+            if loop.time() - pinged_s > 2 * interval_s:
+                self._last_line_s = loop.time()
+            elif loop.time() - self._last_line_s > lease_s:
+                self.give_up()
 
     def _why_ended(self) -> str:
         return f"the runner on {self.node} ended: {self._transport.why_ended()}"
 
     def _end_all(self, why: str) -> None:
         self.is_open = False
+        if self._pinging:
+            self._pinging.cancel()
         self._first.set()
         for child in [*self._children.values()]:
             self._end(ChildExited(child.role, -signal.SIGKILL, why, child.pid, why))
@@ -289,12 +314,18 @@ class CommandHost:
         logs: Path,
         mark: str,
         start_timeout_s: float = START_TIMEOUT_S,
+        lease_s: float = 0.0,
+        runner: Sequence[str] = RUNNER,
     ) -> None:
         """`command` is put before `python -m ...`; `node` is the node's name, and `address` its
         address for the other nodes; `mark` is that of the mesh. The runner must start within
-        `start_timeout_s`.
+        `start_timeout_s`; after `lease_s` of silence both sides end the connection (0: never).
+        `runner` are the interpreter's arguments.
         """
-        self._argv = [*command, sys.executable, *RUNNER, "--address", address]
+        self._argv = [*command, sys.executable, *runner, "--address", address]
+        if lease_s:
+            self._argv += ["--lease-s", str(lease_s)]
+        self._lease_s = lease_s
         self._node = node
         self._logs = logs
         self._mark = mark
@@ -332,7 +363,8 @@ class CommandHost:
                 ),
             )
         transport = CommandTransport(process, output)
-        return RunnerConnection(transport, self._node, self._logs, share_logs(self._logs))
+        token = share_logs(self._logs)
+        return RunnerConnection(transport, self._node, self._logs, token, self._lease_s)
 
 
 def share_logs(logs: Path) -> str:

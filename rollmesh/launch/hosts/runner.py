@@ -4,7 +4,8 @@
 
 - Lines are JSON. The children are those of launch/child.py: they follow the protocol of
   core/process.py, and everything that they start ends with them.
-- When stdin ends, so do the children: the connection is the launcher's life sign. Signals are
+- When stdin ends, so do the children: the connection is the launcher's life sign. With --lease-s
+  so does a silent connection: another node may have started the children again. Signals are
   ignored, since a cluster's manager sends them to launch too, which stops the children in order.
 - Files that a child reads (its keys, the settings) arrive by content. They are 0600, in memory, and
   locked: if the runner is killed, its orphan reaper removes them.
@@ -73,7 +74,11 @@ class SignalOrder(msgspec.Struct, frozen=True, tag="signal"):
     kill: bool
 
 
-RunnerRequest = StartOrder | ReleaseOrder | SignalOrder
+class PingRequest(msgspec.Struct, frozen=True, tag="ping"):
+    """Launch runs; the runner answers with a RunnerAlive."""
+
+
+RunnerRequest = StartOrder | ReleaseOrder | SignalOrder | PingRequest
 
 
 class RunnerStarted(msgspec.Struct, frozen=True, tag="runner"):
@@ -112,14 +117,27 @@ class ProcessEnded(msgspec.Struct, frozen=True, tag="ended"):
     """The end of its output, if its log is not in the launcher's folder."""
 
 
-RunnerEvent = RunnerStarted | ProcessStarted | ProcessReady | ProcessBeat | ProcessEnded
+class RunnerAlive(msgspec.Struct, frozen=True, tag="alive"):
+    """The answer to a PingRequest."""
+
+
+RunnerEvent = (
+    RunnerAlive | RunnerStarted | ProcessStarted | ProcessReady | ProcessBeat | ProcessEnded
+)
 
 
 class ChildRunner:
     """The children of one runner."""
 
-    def __init__(self, address: str, mark: str, writer: asyncio.StreamWriter) -> None:
-        """Children listen on `address`; `mark` is that of this process."""
+    def __init__(
+        self, address: str, mark: str, writer: asyncio.StreamWriter, lease_s: float = 0.0
+    ) -> None:
+        """Children listen on `address`; `mark` is that of this process. They end after `lease_s`
+        without a request; 0: never.
+        """
+        self.is_lost = False
+        """Whether launch was silent for too long."""
+        self._lease_s = lease_s or None
         self._address = address
         self._mark = mark
         self._writer = writer
@@ -137,12 +155,21 @@ class ChildRunner:
         self._send(RunnerStarted(socket.gethostname(), os.getpid()))
         try:
             async with asyncio.TaskGroup() as tasks:
-                async for line in reader:
+                while line := await self._next_line(reader):
                     self._handle(msgspec.json.decode(line, type=RunnerRequest), tasks)
                 kill_descendants()
         finally:
             kill_descendants()
             self.close()
+
+    async def _next_line(self, reader: asyncio.StreamReader) -> bytes:
+        """Return the next request; b"" once the connection has ended or was silent for too long."""
+        try:
+            async with asyncio.timeout(self._lease_s):
+                return await reader.readline()
+        except TimeoutError:
+            self.is_lost = True
+            return b""
 
     def close(self) -> None:
         """Remove the copies of files."""
@@ -158,6 +185,8 @@ class ChildRunner:
         match request:
             case StartOrder():
                 tasks.create_task(self._run_child(request), name=request.order.role)
+            case PingRequest():
+                self._send(RunnerAlive())
             case ReleaseOrder(role) if role in self._children:
                 self._children[role].release()
             case SignalOrder(role, kill) if role in self._children:
@@ -249,8 +278,8 @@ def _end_of(output: Path) -> bytes:
         return b""
 
 
-async def serve(address: str, mark: str, output: int) -> None:
-    """Run a runner on stdin and the descriptor `output`."""
+async def serve(address: str, mark: str, output: int, lease_s: float = 0.0) -> bool:
+    """Run a runner on stdin and the descriptor `output`; return whether launch was lost."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, bool)
@@ -260,14 +289,19 @@ async def serve(address: str, mark: str, output: int) -> None:
         asyncio.streams.FlowControlMixin, os.fdopen(output, "wb", 0)
     )
     writer = asyncio.StreamWriter(transport, protocol, None, loop)
-    await ChildRunner(address, mark, writer).run(reader)
+    runner = ChildRunner(address, mark, writer, lease_s)
+    await runner.run(reader)
+    return runner.is_lost
 
 
-def main() -> None:
-    """Run a runner until its connection ends."""
+def main(argv: list[str] | None = None) -> bool:
+    """Run a runner until its connection ends; return whether launch was lost."""
     arguments = argparse.ArgumentParser(prog="runner", allow_abbrev=False)
     arguments.add_argument("--address", required=True, help="address of this node for the others")
-    options = arguments.parse_args()
+    arguments.add_argument(
+        "--lease-s", type=float, default=0.0, help="end after so many seconds without a request"
+    )
+    options = arguments.parse_args(argv)
     mark = mark_self("runner")
     # Lines of libraries belong to the log, not to the connection.
     output = os.dup(sys.stdout.fileno())
@@ -275,7 +309,7 @@ def main() -> None:
     become_subreaper()
     start_orphan_reaper(mark)
     sweep_memory()
-    asyncio.run(serve(options.address, mark, output))
+    return asyncio.run(serve(options.address, mark, output, options.lease_s))
 
 
 if __name__ == "__main__":

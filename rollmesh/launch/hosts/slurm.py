@@ -5,8 +5,10 @@
 
 - Slurm places and ends processes. Results, weights and tokens go directly between our processes.
 - A child starts on its home node, and on another one for a while after that node was lost.
-- `python -m rollmesh.launch.hosts.slurm MARK FILE` prepares a node: it kills what an earlier
-  attempt of the job left there, and checks that the node sees FILE.
+- `python -m rollmesh.launch.hosts.slurm prepare MARK FILE` prepares a node: it kills what an
+  earlier attempt of the job left there, and checks that the node sees FILE.
+- Slurm does not end a job with --no-kill, even if its first node is lost.
+  `... slurm run` is a runner which then queues the job again.
 """
 
 import argparse
@@ -24,24 +26,28 @@ from typing import NamedTuple
 
 import msgspec
 
-from rollmesh.core.config import Config, SlurmConfig
+from rollmesh.core.config import Config
 from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.orphans import kill_marked, sweep_memory
 from rollmesh.core.process import OK, USAGE
 from rollmesh.launch.devices import with_places
+from rollmesh.launch.hosts import runner
 from rollmesh.launch.hosts.base import ChildCallbacks, ChildOrder
 from rollmesh.launch.hosts.remote import CommandHost, RemoteChild, RunnerConnection
 from rollmesh.launch.plan import ChildPlan, engine_roles
 
 log = get_logger()
 
+MODULE = "rollmesh.launch.hosts.slurm"
 JOB_VARIABLE = "SLURM_JOB_ID"
 NODE_VARIABLE = "SLURMD_NODENAME"
 SCONTROL_TIMEOUT_S = 60.0
 SHARED_WITHIN_S = 20.0
 """Time for a shared file system to show another node's new file."""
 LOOK_S = 0.5
+FIRST_NODE_S = 900.0
+"""Time for Slurm to report a lost first node; its SlurmdTimeout is 300 s by default."""
 
 
 class Allocation(NamedTuple):
@@ -97,7 +103,7 @@ def node_addresses(lines: str) -> dict[str, str]:
     """Return NodeAddr by NodeName from `scontrol --oneliner show node`."""
     found = {}
     for line in lines.splitlines():
-        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        fields = record(line)
         if name := fields.get("NodeName"):
             found[name] = fields.get("NodeAddr", name)
     return found
@@ -211,11 +217,11 @@ class SlurmHost:
         self,
         allocation: Allocation,
         homes: Mapping[str, str],
-        settings: SlurmConfig,
-        logs: Path,
+        config: Config,
         mark: str,
     ) -> None:
         """`homes` are the nodes of the roles; `mark` is that of the mesh."""
+        settings, logs = config.slurm, config.run_folder() / "logs"
         self._choice = NodeChoice(homes, settings.avoid_node_s)
         self._nodes = {
             node: CommandHost(
@@ -225,6 +231,8 @@ class SlurmHost:
                 logs,
                 mark,
                 settings.runner_timeout_s,
+                config.launch.node_timeout_s,
+                ("-m", MODULE, "run"),
             )
             for node in dict.fromkeys(homes.values())
         }
@@ -261,7 +269,7 @@ def place_in_job(
     other nodes than the first.
     """
     homes = home_nodes(config, plans, allocation.others)
-    host = SlurmHost(allocation, homes, config.slurm, config.run_folder() / "logs", mark)
+    host = SlurmHost(allocation, homes, config, mark)
     placed, engines = [], engine_roles(config)
     for plan in with_places(config, plans, homes, config.slurm.gpus_per_node):
         if plan.role in engines:
@@ -306,9 +314,40 @@ def is_seen(file: Path) -> bool:
     return True
 
 
+def end_job() -> None:
+    """Queue the job again once its first node is lost, or cancel it if it may not be requeued.
+
+    Return without that if the node is alive, or another one has done it.
+    """
+    job_id, restarts = os.environ[JOB_VARIABLE], os.environ.get("SLURM_RESTART_COUNT", "0")
+    first = scontrol("show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()[0]
+    until_s = time.monotonic() + FIRST_NODE_S
+    while "DOWN" not in record(scontrol("--oneliner", "show", "node", first)).get("State", ""):
+        if time.monotonic() > until_s:
+            return
+        time.sleep(LOOK_S)
+    job = record(scontrol("--oneliner", "show", "job", job_id))
+    if job.get("JobState") == "RUNNING" and job.get("Restarts", "0") == restarts:
+        sys.stderr.write(f"rollmesh: {first}, the first node of job {job_id}, is lost\n")
+        is_requeued = job.get("Requeue") == "1"
+        subprocess.run(
+            ["scontrol", "requeue", job_id] if is_requeued else ["scancel", job_id], check=False
+        )
+
+
+def record(line: str) -> dict[str, str]:
+    """Return the fields of one line of `scontrol --oneliner show`."""
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+
 def main() -> None:
-    """Prepare a node."""
+    """Prepare a node, or be its runner."""
+    if sys.argv[1:2] == ["run"]:
+        if runner.main(sys.argv[2:]):
+            end_job()
+        return
     arguments = argparse.ArgumentParser(prog="slurm", allow_abbrev=False)
+    arguments.add_argument("verb", choices=("prepare",))
     arguments.add_argument("mark", help="mark of the job's processes")
     arguments.add_argument("file", nargs="?", type=Path, help="a file that the node must see")
     options = arguments.parse_args()
