@@ -87,6 +87,18 @@ class PodmanMesh:
     def podman(self, *args: str, timeout_s: float = COMMAND_S) -> str:
         return self._called(["podman", *args], timeout_s)
 
+    def up(self, *args: str) -> None:
+        """Start services without those that they depend on.
+
+        podman-compose turns `depends_on` into podman's `--requires`, and podman does not restart a
+        container that requires one that has ended, as `keys` and `make-model` have.
+        """
+        self.compose("up", "--no-build", "--detach", "--no-deps", "--no-recreate", *args)
+
+    def run(self, service: str, *args: str) -> str:
+        """Standard output of a command in a running container of the service."""
+        return podman("exec", self.name(f"{service}_1"), *args)
+
     def build(self, target: str) -> None:
         """Build an image of the Dockerfile as `compose build` would."""
         argv = ["podman", "build", "-f", str(DOCKER / "Dockerfile"), "--target", target]

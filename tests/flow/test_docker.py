@@ -107,7 +107,7 @@ def created_by_podman(name: str, folder: Path) -> dict[str, list[str]]:
     podman, calls = folder / "podman", folder / "calls"
     podman.write_text(PODMAN.format(python=sys.executable, calls=str(calls)))
     podman.chmod(0o755)
-    args = ("-f", DOCKER / name, "up", "--no-build", "--no-start")
+    args = ("-f", DOCKER / name, "--profile", "gateway", "up", "--no-build", "--no-start")
     code, output = called("podman-compose", *args, path=f"{folder}:{os.defpath}")
     assert code == 0, output
     label = "com.docker.compose.service="
@@ -177,14 +177,15 @@ def test_every_volume_and_dependency_is_declared(compose: Compose) -> None:
 
 def test_a_volume_is_written_by_its_maker_only(compose: Compose) -> None:
     makers = {
-        "/keys": "keys",
-        "/worker-keys": "keys",
-        "/runs": "trainer",
-        "/models/policy": "make-model",
+        "gateway": "gateway",
+        "keys": "keys",
+        "worker-keys": "keys",
+        "runs": "trainer",
+        "models": "make-model",
     }
     for name, service in compose.services.items():
-        for target in service.mounts():
-            assert service.is_read_only(target) or name == makers[target]
+        for target, volume in service.mounts().items():
+            assert service.is_read_only(target) or name == makers[volume]
 
 
 def test_a_stopped_service_has_time_to_end_in_order(compose: Compose) -> None:
@@ -204,7 +205,7 @@ def test_a_trainer_that_dies_is_restarted_and_resumes(compose: Compose) -> None:
 def test_ports_are_on_this_machine_and_match_the_settings(compose: Compose) -> None:
     published = [port for service in compose.services.values() for port in service.ports]
     port = SETTINGS.router.http_bind.rpartition(":")[2]
-    assert published == [f"127.0.0.1:{port}:{port}"]
+    assert published == [f"127.0.0.1:{each}:{each}" for each in (port, 8100)]
     on_host = {n: s for n, s in compose.services.items() if s.network_mode == "host"}
     assert on_host.keys() == {"dashboard"}
     assert "--host=127.0.0.1" in on_host["dashboard"].command
@@ -217,7 +218,7 @@ def test_a_worker_s_network_has_no_route_out(compose: Compose) -> None:
     outside = {
         n for n, s in compose.services.items() if not s.network_mode and s.networks != ["mesh"]
     }
-    assert outside == {"router"}  # its status is published, which needs another network
+    assert outside == {"router", "gateway"}  # they are published, which needs another network
 
 
 def test_every_container_of_ours_is_confined_and_bounded(compose: Compose) -> None:
@@ -250,7 +251,7 @@ def test_with_a_gpu_nothing_changes_but_the_engine_and_the_device() -> None:
     device = gpu.services["trainer"].command[-1]
     assert gpu.services["trainer"].command[:-1] == plain.services["trainer"].command
     assert load_config(None, [device.removeprefix("--set=")]).trainer.device == "cuda"
-    for name in ("keys", "router", "worker", "dashboard"):
+    for name in ("keys", "router", "worker", "dashboard", "gateway"):
         assert gpu.services[name].command == plain.services[name].command
     with pytest.raises(KeyError, match="name the model's folder"):
         read_compose("compose.gpu.yaml")
