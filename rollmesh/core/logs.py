@@ -116,6 +116,7 @@ def setup(role: str, folder: Path | None, on_console: bool | None = None) -> Non
         root.addHandler(_console_handler(shared))
     root.setLevel(logging.INFO)
     logging.getLogger("aiohttp.server").addFilter(_is_no_peers_fault)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request, else
     logging.captureWarnings(True)
 
 

@@ -62,6 +62,12 @@ def test_events_of_a_library_have_the_same_shape(tmp_path: Path) -> None:
     assert (line["role"], line["level"]) == ("worker-0", "error")
 
 
+def test_requests_of_httpx_are_not_logged(tmp_path: Path) -> None:
+    logs.setup("trainer", tmp_path)
+    logging.getLogger("httpx").info("HTTP Request: GET http://router:8080/status")
+    assert lines(tmp_path, "trainer") == []
+
+
 def test_a_traceback_is_in_the_line_of_its_event(tmp_path: Path) -> None:
     logs.setup("router", tmp_path)
     try:
