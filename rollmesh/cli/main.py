@@ -36,6 +36,7 @@ VERBS = {
         "rollmesh.cli.runs:demo", "train a tiny agent on this machine, as a demonstration"
     ),
     "up": Verb("rollmesh.cli.runs:up", "start a mesh with the settings of a mesh.toml"),
+    "doctor": Verb("rollmesh.cli.doctor:main", "check this machine before a run starts here"),
     "init": Verb("rollmesh.cli.files:init", "write a mesh.toml for your model and environment"),
     "play": Verb("rollmesh.cli.play:main", "run one task and print its conversation and score"),
     "eval": Verb("rollmesh.cli.eval:main", "evaluate a model on an environment's tasks"),

@@ -12,6 +12,7 @@
 
 import enum
 import os
+import secrets
 from pathlib import Path
 
 import msgspec
@@ -75,6 +76,31 @@ class RunStatus(msgspec.Struct, frozen=True):
     state: RunState
     cause: str = ""
     resume: str = ""
+
+
+MARK_FILE = ".folder-id"
+
+
+def make_folder_mark(folder: Path) -> str:
+    """Return the random text in a run folder by which other machines recognise it; make it if it is
+    missing, '' if there is no folder.
+    """
+    if not folder.is_dir():
+        return ""
+    try:
+        with (folder / MARK_FILE).open("x") as file:
+            file.write(secrets.token_hex(16))
+    except OSError:
+        pass
+    return folder_mark(folder)
+
+
+def folder_mark(folder: Path) -> str:
+    """Return the text that `make_folder_mark` wrote; '' if there is none."""
+    try:
+        return (folder / MARK_FILE).read_text()
+    except OSError:
+        return ""
 
 
 def running_record(resume: str) -> RunRecord:

@@ -34,6 +34,7 @@ from rollmesh.wire.messages import (
     AskAddresses,
     AskDrain,
     AskGroup,
+    AskMesh,
     CancelGroup,
     ClientBeat,
     ClientHello,
@@ -69,7 +70,9 @@ MAX_NAMES = 10_000
 
 Table = Mapping[Role, frozenset[type]]
 
-_CLIENT = frozenset({ClientHello, ClientBeat, ClientLeft, AskGroup, CancelGroup, AskAddresses})
+_CLIENT = frozenset(
+    {ClientHello, ClientBeat, ClientLeft, AskGroup, CancelGroup, AskAddresses, AskMesh}
+)
 ROUTER: Table = {
     Role.WORKER: frozenset(
         {
@@ -83,12 +86,13 @@ ROUTER: Table = {
             EnvFailed,
             EngineFaulted,
             AskTable,
+            AskMesh,
         }
     ),
     Role.CLIENT: _CLIENT,
     Role.PUBLISHER: _CLIENT | {*typing.get_args(FleetAsk), PublisherLeft},
     Role.OPERATOR: frozenset(
-        {AskDrain, AskAddresses, WorkerExited, ReadFleet, *typing.get_args(OperatorAsk)}
+        {AskDrain, AskAddresses, AskMesh, WorkerExited, ReadFleet, *typing.get_args(OperatorAsk)}
     ),
 }
 SINK: Table = {Role.WORKER: frozenset({GroupFinished})}

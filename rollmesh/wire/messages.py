@@ -8,6 +8,7 @@
     worker -> sink     GroupFinished (body GroupRecord, buffers int32 ids and float32 log-probs)
     sink -> worker     GroupAcked ResultRefused
     cli <-> router <- launch   AskDrain DrainAnswered, WorkerExited
+    any <-> router   AskMesh MeshAnswered
 
 - Facts are past tense, requests imperative. Engines: fleet.py; trainer ranks: ranks.py; GPUs of
   several pipelines: scheduling.py; batches of news: GroupNews (machine.py).
@@ -320,6 +321,25 @@ class AddressesAnswered(Message, frozen=True, tag="addresses_answered"):
     """Bound status address, http://."""
 
 
+class AskMesh(Message, frozen=True, tag="ask_mesh"):
+    """Request what a machine needs for its checks (`rollmesh doctor`); every member may."""
+
+    ask_id: int
+
+
+class MeshAnswered(Message, frozen=True, tag="mesh_answered"):
+    ask_id: int
+    engines: tuple[str, ...]
+    """URLs of the engines."""
+    run_folder: str
+    """Absolute path on the router's machine."""
+    folder_mark: str
+    """Content of the file by which a machine that sees the folder recognises it; '' without a
+    folder."""
+    unix_s: Seconds
+    """Time of the router's clock."""
+
+
 class GroupNews(Message, frozen=True, tag="group_news"):
     """Several news messages at once, slightly delayed; see machine.py."""
 
@@ -365,6 +385,8 @@ AnyMessage = (
     | AskAddresses
     | AddressesAnswered
     | GroupNews
+    | AskMesh
+    | MeshAnswered
     | RankMessage
     | SchedulingMessage
 )

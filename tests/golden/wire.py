@@ -116,6 +116,8 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.WorkerExited("worker-0", 4711, "killed by signal 9", 1.5e9),
     m.AskDrain(3, "worker-0", "update"),
     m.AskAddresses(7),
+    m.AskMesh(7),
+    m.MeshAnswered(7, ("http://10.0.0.5:30000",), "/runs/mesh", "5d1e", 1.5),
     m.AddressesAnswered(7, "tcp://127.0.0.1:5555", "http://127.0.0.1:8000"),
     m.DrainAnswered(3, False, "no worker-0"),
     m.GroupNews((m.GroupStarted(GROUP, 2), m.GroupDelivered(GROUP, 2, b"ticket of group."))),

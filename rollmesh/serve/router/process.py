@@ -28,6 +28,7 @@ from rollmesh.core.ids import new_id
 from rollmesh.core.logs import Occasional, get_logger, setup
 from rollmesh.core.metrics import Exposition, Source
 from rollmesh.core.process import Ready, Stop, announce, http_address, listen, pid_space
+from rollmesh.core.run_state import make_folder_mark
 from rollmesh.core.types import UNVERSIONED
 from rollmesh.engine.backend import BackendFactory, backend_factory
 from rollmesh.engine.fleet import Action as FleetAction
@@ -68,8 +69,10 @@ from rollmesh.wire.messages import (
     AddressesAnswered,
     AnyMessage,
     AskAddresses,
+    AskMesh,
     EnvFailed,
     GroupMoved,
+    MeshAnswered,
     WorkerExited,
     WorkerHello,
     WorkerLeft,
@@ -313,6 +316,7 @@ class RouterLoop:
         self._changes = changes
         self._address = address
         self._status_url = status_url
+        self._run_folder = config.run_folder().absolute()
         self._tick_s = config.router.beat_s / 2
         self._hub = hub
         self._side = side
@@ -391,6 +395,9 @@ class RouterLoop:
             answer = AddressesAnswered(message.ask_id, self._address, self._status_url)
             self._send([Send(route, answer)])
             return
+        if isinstance(message, AskMesh):
+            self._send([Send(route, self._describe_mesh(message.ask_id))])
+            return
         if isinstance(message, ListEngines):
             self._send([Send(route, self._list_engines(message.ask_id))])
             return
@@ -399,6 +406,11 @@ class RouterLoop:
         self._send(self._group_scheduler.step(event, self._clock.now_s()))
         if type(message) in _OF_WORKERS:
             self._note_worker(route, message)
+
+    def _describe_mesh(self, ask_id: int) -> MeshAnswered:
+        urls = tuple(each.url for each in self._fleet.table().engines)
+        mark = make_folder_mark(self._run_folder)
+        return MeshAnswered(ask_id, urls, str(self._run_folder), mark, self._clock.unix_s())
 
     def _note_worker(self, route: bytes, message: AnyMessage) -> None:
         """Handle what a worker's arrival or end means outside of the scheduler."""
