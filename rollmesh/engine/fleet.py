@@ -267,7 +267,8 @@ class Fleet:
         """Add or remove an engine; return why that is refused, else ''. Repetition is harmless."""
         if isinstance(ask, DropEngine):
             return self._on_drop(ask, now_s)
-        if why := why_no_engine_url(ask.url):
+        is_known = self._roster.origin(ask.url) is not EngineOrigin.JOINED
+        if not is_known and (why := why_no_engine_url(ask.url)):
             return f"{ask.url[:200]!a}: {why}"
         self._roster.add(ask.url, is_launched=ask.is_launched)
         engine = self._engines.get(ask.url)

@@ -1,6 +1,7 @@
 """The simulated router process: group scheduler and fleet behind one name, as in serve/router.
 
-It keeps nothing over a crash: a restart is a new incarnation with the engines of its argv.
+It keeps nothing over a crash but the operator's changes: a restart is a new incarnation with the
+engines of its argv.
 """
 
 import collections
@@ -16,6 +17,7 @@ from rollmesh.engine.fleet import (
     ProbeEngine,
     PublishTable,
 )
+from rollmesh.engine.roster import FleetChanges
 from rollmesh.serve.router.groups import MAX_UNBEGUN
 from rollmesh.serve.router.status import entries
 from rollmesh.testing.mesh_sim.engine import SimEngine
@@ -86,6 +88,8 @@ class SimRouter(Node):
         """Attempts that ended before they were confirmed; their client knows of the excuse."""
         self._given: dict[str, dict[GroupId, None]] = collections.defaultdict(dict)
         """Everything that each worker was asked to run."""
+        self._changes = FleetChanges()
+        """The file that keeps the operator's changes."""
         self._begin_life()
         network.attach(self, self._receive)
 
@@ -117,7 +121,7 @@ class SimRouter(Node):
         self.group_scheduler = self._network.machines.group_scheduler(
             self._settings, self._kernel.now_s(self)
         )
-        self.fleet = self._network.machines.fleet(FLEET)
+        self.fleet = self._network.machines.fleet(FLEET, self._changes)
         self._unconfirmed.clear()
 
     def _now_s(self) -> float:
@@ -187,6 +191,7 @@ class SimRouter(Node):
             self._send(send)
 
     def _do_fleet(self, actions: list[FleetAction]) -> None:
+        self._changes = self.fleet.changes
         if not actions:
             return
         table = self.fleet.table()
