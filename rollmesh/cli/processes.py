@@ -196,6 +196,7 @@ def train(argv: list[str]) -> int:
 
     arguments = parser("train", "Train on the rollouts of a mesh.")
     add_process_options(arguments)
+    add_listen(arguments)
     arguments.add_argument("--router", required=True, help="tcp:// address of the router")
     arguments.add_argument(
         "--status",
@@ -208,6 +209,10 @@ def train(argv: list[str]) -> int:
     add_go_on(arguments)
     add_until_done(arguments)
     options = arguments.parse_args(pass_gate(argv))
+    if options.listen_fd is not None:
+        with socket.socket(fileno=os.dup(options.listen_fd)) as reserved:
+            host, port = reserved.getsockname()[:2]
+        options.overrides.append(f"trainer.rank_bind=tcp://{host}:{port}")
     job = None if is_launched() else TorchrunJob.find()
     share, config = share_of(options), settings_of(options)
     if job:

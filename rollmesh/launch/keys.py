@@ -46,7 +46,11 @@ def make_run_keys(run: Path, plans: Sequence[ChildPlan]) -> Path | None:
     if os.environ.get(KEYS_VARIABLE):
         return None
     folder = run / RUN_KEYS
-    named = [(plan.role, Role(plan.key)) for plan in plans if plan.key and plan.key != HUB]
+    named = [
+        (plan.role, Role(plan.key))
+        for plan in plans
+        if plan.key and plan.key != HUB and not plan.key_name
+    ]
     try:
         if not folder.is_dir():
             new_keys(folder, [*ONE_OF_EACH, *named])
@@ -101,7 +105,7 @@ def key_variables(plan: ChildPlan, folder: Path | None) -> dict[str, str]:
         variables[ENGINE_KEY_FILE_VARIABLE] = str((folder / ENGINE_KEY).absolute())
     if not plan.key:
         return {**variables, KEYS_VARIABLE: "", SCHEDULER_KEYS_VARIABLE: ""}
-    name = HUB if plan.key == HUB else plan.role
+    name = HUB if plan.key == HUB else plan.key_name or plan.role
     scheduler = os.environ.get(SCHEDULER_KEYS_VARIABLE, "")
     return {
         **variables,

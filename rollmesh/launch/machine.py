@@ -403,6 +403,8 @@ class SupervisionMachine:
             delay_s = self._settings.restart_delay_s * 2 ** (num_deaths - 1)
             child.back_off_s = min(self._settings.max_restart_delay_s, delay_s)
             child.enter(ChildState.BACKING_OFF, now_s)
+            if child.plan.is_rank and event.code == OK:
+                return []
             return [Notice(f"{how_it_ended(event, child)}; restart in {child.back_off_s:g} s")]
         reason = f"{how_it_ended(event, child)}, death {num_deaths} within {window_s:g} s"
         if child.plan.on_death is OnDeath.CONTINUE:

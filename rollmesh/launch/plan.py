@@ -25,6 +25,7 @@ from rollmesh.core import model_folders
 from rollmesh.core.addresses import is_loopback
 from rollmesh.core.config import Config
 from rollmesh.core.share import Share, token_file
+from rollmesh.launch.folder import config_path
 
 
 class StartWeights(msgspec.Struct, frozen=True):
@@ -106,6 +107,10 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Added to its environment."""
     ready_timeout_s: float = 0.0
     """Seconds in which it must report that it is ready; 0: launch.ready_timeout_s."""
+    key_name: str = ""
+    """Name of that key's file; '' for the role."""
+    is_rank: bool = False
+    """Whether it is a rank of the trainer: it ends with the trainer and joins the next one."""
     is_engine: bool = False
     """Whether it is an engine: the router gets its address, and its new one if that changes."""
     is_worker: bool = False
@@ -135,7 +140,7 @@ ASLEEP = ("--asleep",)
 
 def plan_mesh(
     config: Config,
-    config_path: Path,
+    settings_path: Path,
     make_model: tuple[str, ...] = (),
     resumed: StartWeights | None = None,
     share: Share | None = None,
@@ -156,7 +161,7 @@ def plan_mesh(
                 stays_here=True,
             )
         )
-    settings = ("--config", str(config_path))
+    settings = ("--config", str(settings_path))
     options = (*(LEAST_VERSION if resumed else ()), *(ASLEEP if share else ()))
     plans += plan_serving(config, settings, model_first, options, resumed, share)
     plans += [plan_coordinator(config, settings, share)] if share else []
@@ -393,35 +398,73 @@ def on_network(config: Config, address: str) -> Config:
     return msgspec.structs.replace(config, router=router, run=run, model=model)
 
 
+def with_local_ranks(config: Config, largest_gpus: int) -> Config:
+    """Return the settings with one local rank if no node has a GPU for each rank of the trainer.
+
+    `largest_gpus` is the largest number of GPUs of a node, 0 if the ranks are on CPUs.
+    """
+    trainer = config.trainer
+    is_spread = trainer.device != "cpu" and 0 < largest_gpus < trainer.num_ranks
+    if trainer.num_local_ranks or not is_spread:
+        return config
+    trainer = msgspec.structs.replace(trainer, num_local_ranks=1)
+    return msgspec.structs.replace(config, trainer=trainer)
+
+
 def for_cluster(config: Config, plans: list[ChildPlan], num_gpus: int) -> list[ChildPlan]:
-    """Return the plans with what each process needs of a node; the cluster has `num_gpus` GPUs."""
-    found, settings = [], config.ray
+    """Return the plans with what each process needs of a node, and those of the trainer's ranks
+    that have a place of their own; the cluster has `num_gpus` GPUs.
+    """
+    found, settings, trainer = [], config.ray, config.trainer
+    num_local = trainer.num_local_ranks or trainer.num_ranks
+    is_on_gpu = trainer.device != "cpu" and num_gpus > 0
     for plan in plans:
         if plan.is_worker:
             plan = msgspec.structs.replace(plan, num_cpus=settings.worker_cpus)
         elif plan.is_engine:
             plan = msgspec.structs.replace(plan, num_cpus=settings.engine_cpus, bind="{host}:0")
         elif plan.role == TRAINER:
-            needed = settings.trainer_gpus or gpus_of_trainer(config, num_gpus)
+            needed = settings.trainer_gpus or num_local * is_on_gpu
             cpus = settings.trainer_cpus
             plan = msgspec.structs.replace(plan, num_cpus=cpus, num_gpus=needed)
+            if num_local < trainer.num_ranks:
+                plan = msgspec.structs.replace(plan, bind="{host}:0", listens=False)
         found.append(plan)
-    return found
+    return found + [
+        plan_rank(config, number, num_gpus=int(is_on_gpu))
+        for number in range(num_local, trainer.num_ranks)
+    ]
 
 
-def gpus_of_trainer(config: Config, num_gpus: int) -> int:
-    """Return the GPUs of the trainer in a cluster of `num_gpus`: one for each rank, or none."""
-    is_on_cpu = config.trainer.device == "cpu" or not num_gpus
-    return 0 if is_on_cpu else config.trainer.num_ranks
+def plan_rank(config: Config, number: int, num_gpus: int) -> ChildPlan:
+    """Return a rank of the trainer that has a place of its own; it dials the trainer's address."""
+    settings = ("--config", str(config_path(config)))
+    words = ("--rank", str(number), "--controller", f"{{{TRAINER}:bind}}")
+    return ChildPlan(
+        role=f"rank-{number}",
+        argv=(*ROLLMESH, "rank", *settings, *words),
+        key="publisher",
+        key_name=TRAINER,
+        is_rank=True,
+        on_death=OnDeath.RESTART,
+        uses_engines=False,
+        num_gpus=num_gpus,
+        num_cpus=config.ray.trainer_cpus,
+    )
 
 
 def roles_in(argv: tuple[str, ...]) -> list[str]:
-    """Return the roles whose addresses `argv` names as `{role}`."""
+    """Return the roles whose addresses `argv` names as `{role}` or `{role:bind}`."""
+    return [name.partition(":")[0] for name in names_in(argv)]
+
+
+def names_in(argv: tuple[str, ...]) -> list[str]:
+    """Return what `argv` names in braces, `{host}` excepted."""
     words = [word[1:-1] for word in argv if word.startswith("{") and word.endswith("}")]
     return [word for word in words if word != "host"]
 
 
 def fill(argv: tuple[str, ...], addresses: dict[str, str]) -> tuple[str, ...]:
     """Return `argv` with each `{role}` replaced by that role's address."""
-    named = {f"{{{role}}}": addresses[role] for role in roles_in(argv)}
+    named = {f"{{{name}}}": addresses[name] for name in names_in(argv)}
     return tuple(named.get(word, word) for word in argv)

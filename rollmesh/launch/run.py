@@ -37,6 +37,7 @@ from rollmesh.launch.machine import MeshState, RunEnd
 from rollmesh.launch.notices import EngineLoads, ErrorTail, RecoveryTail, RolloutFailures
 from rollmesh.launch.pipeline import claim_name, new_claim, read_grant, release_name
 from rollmesh.launch.plan import (
+    TRAINER,
     ChildPlan,
     engine_roles,
     for_cluster,
@@ -44,6 +45,7 @@ from rollmesh.launch.plan import (
     plan_mesh,
     plan_serving,
     start_weights,
+    with_local_ranks,
 )
 from rollmesh.launch.progress import RunProgress
 from rollmesh.launch.screen import (
@@ -153,9 +155,14 @@ class LaunchedRun:
             self._allocation = find_allocation()
             self._config = sized(self._config, len(self._allocation.nodes))
             return self._allocation.address
-        from rollmesh.launch.hosts.ray import connect_to_cluster  # noqa: PLC0415 - an extra
+        from rollmesh.launch.hosts.ray import (  # noqa: PLC0415 - an extra
+            connect_to_cluster,
+            largest_node_gpus,
+        )
 
-        return connect_to_cluster(self._config.ray.address)
+        address = connect_to_cluster(self._config.ray.address)
+        self._config = with_local_ranks(self._config, largest_node_gpus())
+        return address
 
     def _place(self, plans: list[ChildPlan], mark: str) -> MeshPlan:
         """Assign the processes to hosts, and open the listening sockets of this machine."""
@@ -173,7 +180,8 @@ class LaunchedRun:
                 )
 
                 plans = for_cluster(config, plans, cluster_gpus())
-                host = RayHost(config.run_folder() / "logs", mark)
+                gang = [plan for plan in plans if plan.is_rank or plan.role == TRAINER]
+                host = RayHost(config.run_folder() / "logs", mark, gang)
                 hosts = {plan.role: host for plan in plans if not plan.stays_here}
         return open_mesh(plans, mark, hosts, (str(config_path(config)),))
 

@@ -256,6 +256,7 @@ class Supervisor:
         """Record the address of a process on another node; the router gets an engine's new one."""
         before = self._addresses.get(role, address)
         self._addresses[role] = address
+        self._addresses[f"{role}:bind"] = address.replace("http://", "tcp://", 1)
         if self._plans[role].is_engine and before != address:
             self._notify_router(AddEngine(self._num_started, address, is_launched=True))
             gone = DropEngine(self._num_started, before, force=True, is_launched=True)

@@ -75,7 +75,8 @@ def rank_plan(
     path: str, settings: TrainerConfig, folder: Path, device: str, bind: str = Meeting().bind
 ) -> RankPlan:
     """Return the plan of the ranks that train the model in `path`; the same at each of them."""
-    own = msgspec.structs.replace(settings, device="")  # each rank has its own
+    # Each rank has its own device, and the trainer's address may be known to itself alone.
+    own = msgspec.structs.replace(settings, device="", rank_bind="")
     actor = RoleSpec(
         make="rollmesh.trainer.ranked:PolicyRole",
         settings={"path": path, "trainer": msgspec.to_builtins(own)},

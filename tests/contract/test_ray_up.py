@@ -282,3 +282,16 @@ def test_a_detached_run_survives_its_launch_and_is_stopped_by_name(run: RunOnRay
         assert run.pid("launch") != launch
     assert verb("--down") == "run mesh was stopped\n"
     run.check_nothing_left()
+
+
+def test_ranks_with_places_of_their_own_train_together_and_survive_the_loss_of_one(
+    run: RunOnRay,
+) -> None:
+    run.start("--set", "trainer.num_ranks=2", "--set", "trainer.num_local_ranks=1")
+    run.until_step(3)
+    os.kill(run.pid("rank-1"), signal.SIGKILL)
+    code, out = run.end()
+    assert code == 0, out
+    assert "rank-1 was killed by signal 9" in out
+    run.check_complete()
+    run.check_nothing_left()

@@ -8,7 +8,8 @@
   started again by launch, after the usual back-off. No call is repeated (`max_task_retries=0`).
 - Keys are arguments of actor calls, which Ray's state API does not show; `runtime_env` and the
   environment have none.
-- Workers are plain actors, so that those without a place make an autoscaler add nodes.
+- Workers are plain actors, so that those without a place make an autoscaler add nodes. Ranks of
+  the trainer with actors of their own are one placement group: all of them get places, or none.
 """
 
 import asyncio
@@ -19,11 +20,14 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollmesh.core.child_process import ManagedProcess
 from rollmesh.core.errors import AddressError
@@ -31,6 +35,7 @@ from rollmesh.core.logs import get_logger
 from rollmesh.core.orphans import MARK_VARIABLE
 from rollmesh.launch.hosts.base import ChildCallbacks, ChildOrder
 from rollmesh.launch.hosts.remote import RUNNER, RemoteChild, RunnerConnection, share_logs
+from rollmesh.launch.plan import ChildPlan
 
 log = get_logger()
 
@@ -182,8 +187,12 @@ class RayTransport:
 class RayHost:
     """The nodes of a Ray cluster; each process has an actor of its own."""
 
-    def __init__(self, logs: Path, mark: str) -> None:
-        """`mark` is that of the mesh; `connect_to_cluster` comes first."""
+    def __init__(self, logs: Path, mark: str, gang: Sequence[ChildPlan] = ()) -> None:
+        """`mark` is that of the mesh; the processes of `gang` get their places together, on as few
+        nodes as possible. `connect_to_cluster` comes first.
+        """
+        self._gang = [*gang] if len(gang) > 1 else []
+        self._group: PlacementGroup | None = None
         self._logs = logs
         self._mark = mark
         self._actors: dict[str, Any] = {}
@@ -197,6 +206,8 @@ class RayHost:
         await asyncio.gather(*(each.close() for each in self._connections.values()))
         for actor in self._actors.values():
             ray.kill(actor)
+        if self._group:
+            ray.util.remove_placement_group(self._group)
 
     async def _connect(self, child: RemoteChild) -> RunnerConnection:
         """Return a connection to the runner of the child's actor, which Ray places first."""
@@ -204,7 +215,8 @@ class RayHost:
         if (connection := self._connections.get(role)) and connection.is_open:
             return connection
         if role not in self._actors:
-            self._actors[role] = self._new_actor(child.order)
+            strategy = await self._strategy(child)
+            self._actors[role] = self._new_actor(child.order, strategy)
         place = await self._placed(child)
         transport = RayTransport(self._actors[role], place.runner_id)
         connection = RunnerConnection(transport, place.node, self._logs, share_logs(self._logs))
@@ -244,17 +256,39 @@ class RayHost:
         also = f", with {others} other{'s' * (others > 1)}" if others else ""
         return missing_resources(resource, needed) + also
 
-    def _new_actor(self, order: ChildOrder) -> Any:
-        """Create an actor with the resources of the process, spread over the nodes."""
+    async def _strategy(self, child: RemoteChild) -> Any:
+        """Return how Ray chooses the node; wait until there is room for all of the gang."""
+        roles = [plan.role for plan in self._gang]
+        if child.role not in roles:
+            return "SPREAD" if child.order.is_worker else "DEFAULT"
+        if self._group is None:
+            bundles = [bundle_of(plan) for plan in self._gang]
+            self._group = ray.util.placement_group(bundles, strategy="PACK")
+        ready = asyncio.ensure_future(result_of(self._group.ready()))
+        try:
+            while not (await asyncio.wait([ready], timeout=WAIT_S))[0]:
+                self._report_pending(child)
+        finally:
+            self._pending.pop(child.role, None)
+        return PlacementGroupSchedulingStrategy(self._group, roles.index(child.role))
+
+    def _new_actor(self, order: ChildOrder, strategy: Any) -> Any:
+        """Create an actor with the resources of the process."""
         actor = ray.remote(RunnerActor).options(
             num_gpus=order.num_gpus,
             num_cpus=order.num_cpus,
             max_restarts=-1,
             max_task_retries=0,
             max_concurrency=4,
-            scheduling_strategy="SPREAD" if order.is_worker else "DEFAULT",
+            scheduling_strategy=strategy,
         )
         return actor.remote(self._mark)
+
+
+def bundle_of(plan: ChildPlan) -> dict[str, float]:
+    """Return the resources of a process, for a placement group."""
+    needed = {"CPU": float(plan.num_cpus), "GPU": float(plan.num_gpus)}
+    return {name: amount for name, amount in needed.items() if amount}
 
 
 def connect_to_cluster(address: str) -> str:
@@ -285,6 +319,12 @@ def missing_resources(resource: str, needed: float) -> str:
         f"waiting for {needed:g} {resource}{'s' * (needed != 1)}: {registered:g} registered, "
         f"{free:g} free"
     )
+
+
+def largest_node_gpus() -> int:
+    """Return the largest number of GPUs of one node."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return max((int(each.get("GPU", 0)) for each in nodes), default=0)
 
 
 def cluster_gpus() -> int:

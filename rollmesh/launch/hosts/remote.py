@@ -337,14 +337,21 @@ class CommandHost:
         return RemoteChild(order, hooks, self.connect)
 
     async def close(self) -> None:
-        if self._connection:
-            await self._connection.close()
+        async with self._connecting:
+            if self._connection:
+                await self._connection.close()
 
     async def connect(self, child: RemoteChild) -> RunnerConnection:
         """Return the connection to the node's runner; OSError if it cannot be started."""
         del child
+        # A child that is stopped meanwhile leaves no half-started runner behind.
+        return await asyncio.shield(self._connected())
+
+    async def _connected(self) -> RunnerConnection:
         async with self._connecting:
             if self._connection is None or not self._connection.is_open:
+                if self._connection:
+                    await self._connection.close()
                 self._connection = await self._open()
                 await self._connection.wait_started(self._start_timeout_s)
             return self._connection

@@ -10,10 +10,21 @@ from rollmesh.core.config import (
     EngineConfig,
     ModelConfig,
     RunConfig,
+    TrainerConfig,
     WorkerConfig,
 )
 from rollmesh.core.share import Share
-from rollmesh.launch.plan import ChildPlan, OnDeath, StartWeights, fill, plan_mesh, start_weights
+from rollmesh.launch.plan import (
+    ChildPlan,
+    OnDeath,
+    StartWeights,
+    fill,
+    for_cluster,
+    plan_mesh,
+    roles_in,
+    start_weights,
+    with_local_ranks,
+)
 
 CONFIG = Config(model=ModelConfig(path="some/model"), worker=WorkerConfig(num_workers=3))
 PATH = Path("runs/mesh/config.json")
@@ -185,3 +196,25 @@ def test_the_newest_folder_with_a_complete_model_is_used(unpublished: Config) ->
     write(weights / "v000012.part", *FILES)
     write(weights / "v000013", "config.json", "tokenizer.json")
     assert start_weights(unpublished) == StartWeights(newest, 10)
+
+
+def test_ranks_that_fit_no_node_have_places_of_their_own() -> None:
+    config = Config(trainer=TrainerConfig(num_ranks=4))
+    config = with_local_ranks(config, largest_gpus=2)
+    plans = {plan.role: plan for plan in for_cluster(config, [trainer_plan()], num_gpus=8)}
+    assert list(plans) == ["trainer", "rank-1", "rank-2", "rank-3"]
+    assert [plan.num_gpus for plan in plans.values()] == [1, 1, 1, 1]
+    assert roles_in(plans["rank-1"].argv) == ["trainer"]
+    assert plans["rank-1"].key_name == "trainer"
+
+
+@pytest.mark.parametrize(("largest_gpus", "num_gpus"), [(0, 0), (4, 4)])
+def test_ranks_that_fit_a_node_are_the_trainers_own(largest_gpus: int, num_gpus: int) -> None:
+    config = Config(trainer=TrainerConfig(num_ranks=4))
+    config = with_local_ranks(config, largest_gpus)
+    [plan] = for_cluster(config, [trainer_plan()], num_gpus)
+    assert (plan.num_gpus, plan.bind) == (num_gpus, "")
+
+
+def trainer_plan() -> ChildPlan:
+    return ChildPlan(role="trainer", argv=("train",), on_death=OnDeath.FINISH)
