@@ -270,7 +270,7 @@ def verb_help(words: tuple[str, ...]) -> list[str]:
     return parts
 
 
-VERBS_OF = {("keys",): ("add", "list", "remove"), ("trace",): ("bias",)}
+VERBS_OF = {("keys",): ("add", "export", "list", "remove"), ("trace",): ("bias",)}
 """Sub-verbs that the help of their verb does not list."""
 
 

@@ -28,10 +28,12 @@ from rollmesh.core.model_folders import EXAMPLE, resolve_model, why_no_model
 from rollmesh.core.process import OK
 from rollmesh.core.secret_files import (
     ADMIN_TOKEN_FILE_VARIABLE,
+    ENGINE_KEY_FILE_VARIABLE,
     make_secret_file,
     read_or_make_secret,
 )
 from rollmesh.envs.loading import BUILT_IN, find_env, required_settings
+from rollmesh.launch.keys import ENGINE_KEY, HOST_ROLES, export_host
 from rollmesh.wire.keys import (
     KEYS_VARIABLE,
     MAKEABLE,
@@ -233,7 +235,7 @@ def toml(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-MEMBER_VERBS = ("add", "list", "remove")
+MEMBER_VERBS = ("add", "export", "list", "remove")
 
 
 def keys(argv: list[str]) -> int:
@@ -242,6 +244,7 @@ def keys(argv: list[str]) -> int:
     rollmesh keys FOLDER                       the hub's pair, and one for each role
     rollmesh keys add ROLE [--name N]          one more member
     rollmesh keys list                         names, roles and files
+    rollmesh keys export --host H --roles R    a folder with the keys of one machine
     rollmesh keys remove NAME                  hubs refuse that key within a second
     """
     if argv and argv[0] in MEMBER_VERBS:
@@ -249,7 +252,7 @@ def keys(argv: list[str]) -> int:
     arguments = parser(
         "keys",
         "Make a mesh's keys: the hub's and one for each role. "
-        "`rollmesh keys add`, `list` and `remove` change them.",
+        "`rollmesh keys add`, `export`, `list` and `remove` change them.",
     )
     arguments.add_argument("folder", type=Path)
     arguments.add_argument(
@@ -280,13 +283,15 @@ def keys(argv: list[str]) -> int:
 
 
 def change_members(argv: list[str]) -> int:
-    """Run `add`, `list` or `remove`."""
+    """Run `add`, `export`, `list` or `remove`."""
     verb = argv[0]
     arguments = parser(f"keys {verb}", "Change or list the members of a mesh.")
     if verb == "add":
         roles = [role.value for role in MAKEABLE]
         arguments.add_argument("role", choices=roles, help=f"one of {', '.join(roles)}")
         arguments.add_argument("--name", help="name of the key and its file (default: the role)")
+    elif verb == "export":
+        add_export(arguments)
     elif verb == "remove":
         arguments.add_argument("name", help="name of the key; `rollmesh keys list` shows them")
     arguments.add_argument(
@@ -301,6 +306,8 @@ def change_members(argv: list[str]) -> int:
         path = add_member(folder, Role(options.role), options.name or options.role)
         print(f"wrote {path}")
         print(f"copy it to its machine with mode 0600 and set {KEYS_VARIABLE} to its path there")
+    elif verb == "export":
+        export_keys(folder, options)
     elif verb == "list":
         for each in read_members(folder):
             print(f"{each.name:<20} {each.role:<10} {folder / each.name}.json")
@@ -308,6 +315,33 @@ def change_members(argv: list[str]) -> int:
         remove_member(folder, options.name)
         print(f"removed {options.name}: hubs that read {folder} refuse its key")
     return 0
+
+
+def add_export(arguments: argparse.ArgumentParser) -> None:
+    """Add the arguments of `export`."""
+    arguments.add_argument("--host", required=True, metavar="NAME", help="name of the machine")
+    arguments.add_argument(
+        "--roles",
+        required=True,
+        metavar="ROLE,...",
+        help=f"what runs there, of {', '.join(HOST_ROLES)} (a trainer is a publisher)",
+    )
+    arguments.add_argument(
+        "--out", type=Path, metavar="DIR", help="new folder (default: the machine's name)"
+    )
+
+
+def export_keys(folder: Path, options: argparse.Namespace) -> None:
+    """Write the folder of one machine, and print what to do with it."""
+    roles = [each.strip() for each in options.roles.split(",")]
+    out: Path = options.out or Path(options.host)
+    written = export_host(folder, options.host, roles, out)
+    settings = [f"{KEYS_VARIABLE}={out}"] if any(x.suffix == ".json" for x in written) else []
+    if out / ENGINE_KEY in written:
+        settings.append(f"{ENGINE_KEY_FILE_VARIABLE}={out / ENGINE_KEY}")
+    print(f"wrote {', '.join(map(str, written)) or f'{out}, empty: no engine key is set'}")
+    print(f"move {out} to {options.host}, with its modes (scp -rp), and set there, with its path:")
+    print(" ".join(settings))
 
 
 def folder_of(options: argparse.Namespace) -> Path:

@@ -6,6 +6,7 @@
 """
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from rollmesh.launch.plan import ChildPlan
 from rollmesh.wire.keys import (
     HUB,
     KEYS_VARIABLE,
+    MAKEABLE,
     ONE_OF_EACH,
     RUN_KEYS,
     SCHEDULER_KEYS_VARIABLE,
@@ -31,6 +33,7 @@ from rollmesh.wire.keys import (
     read_key_file,
     read_keys,
     read_members,
+    remove_member,
 )
 
 ENGINE_KEY = "engine.key"
@@ -94,6 +97,57 @@ def engine_key_of(keys: Keys | None) -> str:
     """Return the engines' API key of the run in whose folder `keys` are; '' if it has none."""
     path = Path(keys.folder) / ENGINE_KEY if keys and keys.folder else None
     return read_secret(path) if path and path.is_file() else ""
+
+
+ENGINE = "engine"
+"""A role of machines only: engines have no key of the mesh."""
+HOST_ROLES = (*MAKEABLE, ENGINE)
+USE_ENGINES = (Role.WORKER, Role.PUBLISHER, ENGINE)
+"""Roles of machines whose processes send requests to engines, or serve them."""
+
+
+def export_host(folder: Path, host: str, roles: Sequence[str], out: Path) -> list[Path]:
+    """Write to the new folder `out` what a machine with these roles needs, and no other secret;
+    return its files.
+
+    - Each role gets a new pair, of the name HOST-ROLE, whose secret is in `out` alone.
+    - The engines' API key is included, if there is one, for roles that use engines.
+
+    ConfigError if a name is taken or `out` exists; then nothing is left of it.
+    """
+    wrong = [each for each in roles if each not in HOST_ROLES]
+    if wrong or not roles:
+        named = ",".join(wrong) or "none"
+        raise ConfigError(f"--roles {named}: choose of {', '.join(HOST_ROLES)}")
+    try:
+        out.mkdir(mode=0o700)
+    except OSError as error:
+        why = str(error.strerror).lower()
+        raise ConfigError(f"{out}: {why}; name another folder by --out") from None
+    made: list[str] = []
+    try:
+        for role in dict.fromkeys(roles):
+            if role != ENGINE:
+                path = add_member(folder, Role(role), f"{host}-{role}")
+                made.append(path.stem)
+                make_secret_file(out / f"{role}.json", path.read_bytes())
+                path.unlink()
+        if not set(USE_ENGINES).isdisjoint(roles) and (key := _engine_key_of(folder)):
+            make_secret_file(out / ENGINE_KEY, f"{key}\n".encode())
+    except (OSError, ConfigError) as error:
+        for name in made:
+            remove_member(folder, name)
+        shutil.rmtree(out, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"{out}: {str(error.strerror).lower()}; free some space") from None
+        raise
+    return sorted(out.iterdir())
+
+
+def _engine_key_of(folder: Path) -> str:
+    """Return the API key of a run's engines, else that of this environment; '' if there is none."""
+    path = folder / ENGINE_KEY
+    return read_secret(path) if path.exists() else engine_key()
 
 
 def key_variables(plan: ChildPlan, folder: Path | None) -> dict[str, str]:
