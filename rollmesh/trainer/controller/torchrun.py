@@ -28,7 +28,9 @@ from rollmesh.trainer.controller.rendezvous import (
     bind_collectives,
     gather,
     make_context,
+    select_device,
 )
+from rollmesh.trainer.controller.spec import rank_device
 from rollmesh.trainer.staleness import Staleness
 
 NOTHING = TensorUsage((), (), ())
@@ -57,13 +59,14 @@ class PlainRank:
 
     def start(self) -> None:
         """Join the process group, if that has not been done, and make the roles."""
-        plan = self._plan
+        plan, device = self._plan, device_here(self._plan.device)
+        select_device(device)
         if not dist.is_initialized():
             bind_collectives(address_towards(os.environ.get("MASTER_ADDR", "")))
-            dist.init_process_group(backend_of(plan.device))
+            dist.init_process_group(backend_of(device))
             self._is_ours = True
         torch.set_num_threads(plan.num_threads)
-        context = make_context(dist.get_rank(), plan.topology, plan.device)
+        context = make_context(dist.get_rank(), plan.topology, device)
         self._roles = RoleRegistry(plan.roles, context)
 
     def __enter__(self) -> Self:
@@ -124,6 +127,15 @@ class PlainRank:
             [each for each, _ in heads], _shares([num for _, num in heads]), reduce
         )
         return _with_numbers_of(answer, joint, has_rows=num_rows > 0)
+
+
+def device_here(device: str) -> str:
+    """Return the own device of this process, by the number that torchrun gave it on its host."""
+    local_rank, num_sharing = (
+        int(os.environ.get(name, default))
+        for name, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+    )
+    return rank_device(device, local_rank, torch.cuda.device_count(), num_sharing)
 
 
 def _shares(num_rows: Sequence[int]) -> list[HeadShare] | None:
