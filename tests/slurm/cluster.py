@@ -1,6 +1,6 @@
 """A Slurm cluster on this machine: a network namespace, a host name and a slurmd for each node.
 
-    login (slurmctld, sbatch, squeue; 10.77.0.1) ==bridge== n0 10.77.0.10, n1 10.77.0.11, ...
+    login (slurmctld, sbatch, squeue) ==rollmesh.testing.network== n0, n1, ... (a slurmd each)
 
 - Needs root, Debian's slurm-wlm and munge. All its files are in a temporary folder; nothing in /etc
   is read or written.
@@ -16,18 +16,17 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
-import pytest
 
 from rollmesh.core.child_process import ManagedProcess, open_output
+from rollmesh.testing.network import HostNetwork, why_no_network
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "ip", "nsenter")
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "unshare")
 LOGIN = "login"
-NETWORK = "10.77.0"
 CPUS = 16
 """CPUs that a node claims to have."""
 START_S = 60.0
@@ -36,7 +35,7 @@ POLL_S = 0.1
 
 SETTINGS = """\
 ClusterName=test
-SlurmctldHost={login}({network}.1)
+SlurmctldHost={login}({address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -68,11 +67,9 @@ GresTypes=gpu
 
 def why_not() -> str:
     """Return why no cluster can run here; '' if it can."""
-    if os.geteuid():
-        return "network namespaces need root"
     if missing := [each for each in PROGRAMS if not shutil.which(each)]:
-        return f"no Slurm here: {missing[0]} is missing"
-    return ""
+        return f"{missing[0]} is not installed"
+    return why_no_network()
 
 
 class SlurmCluster:
@@ -80,10 +77,9 @@ class SlurmCluster:
 
     def __init__(self, num_nodes: int = 3, num_gpus: int = 0) -> None:
         """`num_gpus` is the number of GPUs that each node claims to have."""
-        self.nodes = {f"n{number}": f"{NETWORK}.1{number}" for number in range(num_nodes)}
-        """Addresses of the nodes by name."""
+        self.nodes = [f"n{number}" for number in range(num_nodes)]
+        self.network: HostNetwork
         self._num_gpus = num_gpus
-        self._prefix = f"slurm-{os.getpid()}-"
         self._stack = ExitStack()
         self._daemons: dict[str, ManagedProcess] = {}
         self.folder: Path
@@ -92,9 +88,7 @@ class SlurmCluster:
         with ExitStack() as undo:
             self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
             undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            for node in (LOGIN, *self.nodes):
-                undo.enter_context(self._namespace(node))
-            self._connect()
+            self.network = undo.enter_context(HostNetwork([LOGIN, *self.nodes]))
             self._configure()
             undo.callback(self._stop)
             self._start("munged", LOGIN, self._munged())
@@ -116,8 +110,7 @@ class SlurmCluster:
 
     def command(self, node: str, *argv: str) -> list[str]:
         """Return the command that runs `argv` on a node."""
-        # `ip netns exec` would hide the machine's cgroups, without which slurmd does not start.
-        enter = ["nsenter", f"--net=/run/netns/{self._prefix}{node}", "unshare", "--uts"]
+        enter = [*self.network[node].prefix, "unshare", "--uts"]
         return [*enter, "sh", "-c", 'hostname "$1"; shift; exec "$@"', "sh", node, *argv]
 
     def run(
@@ -170,12 +163,10 @@ class SlurmCluster:
 
     def processes(self, node: str) -> list[psutil.Process]:
         """Return the processes on a node, slurmd included."""
-        own = os.stat(f"/run/netns/{self._prefix}{node}").st_ino
         found = []
-        for each in psutil.process_iter():
-            with suppress(OSError):
-                if os.stat(f"/proc/{each.pid}/ns/net").st_ino == own:
-                    found.append(each)
+        for pid in self.network[node].pids():
+            with suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
         return found
 
     def kill_node(self, node: str) -> None:
@@ -198,40 +189,13 @@ class SlurmCluster:
         line = self.run("scontrol", "--oneliner", "show", "node", node).stdout
         return dict(word.split("=", 1) for word in line.split() if "=" in word)["State"]
 
-    @contextmanager
-    def _namespace(self, node: str) -> Iterator[None]:
-        name = f"{self._prefix}{node}"
-        done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
-        try:
-            self._ip(node, "link set lo up")
-            yield
-        finally:
-            for each in self.processes(node):
-                with suppress(psutil.NoSuchProcess):
-                    each.kill()
-            subprocess.run(["ip", "netns", "del", name], check=True)
-
-    def _connect(self) -> None:
-        self._ip(LOGIN, "link add switch type bridge")
-        self._ip(LOGIN, f"addr add {NETWORK}.1/24 dev switch")
-        self._ip(LOGIN, "link set switch up")
-        for node, address in self.nodes.items():
-            peer = f"type veth peer name eth0 netns {self._prefix}{node}"
-            self._ip(LOGIN, f"link add to-{node} {peer}")
-            self._ip(LOGIN, f"link set to-{node} master switch up")
-            self._ip(node, f"addr add {address}/24 dev eth0")
-            self._ip(node, "link set eth0 up")
-
-    def _ip(self, node: str, words: str) -> None:
-        subprocess.run(["ip", "-n", f"{self._prefix}{node}", *words.split()], check=True)
-
     def _configure(self) -> None:
-        lines = [SETTINGS.format(login=LOGIN, network=NETWORK, folder=self.folder)]
+        address = self.network[LOGIN].address
+        lines = [SETTINGS.format(login=LOGIN, address=address, folder=self.folder)]
         gpus = f" Gres=gpu:{self._num_gpus}" if self._num_gpus else ""
-        for node, address in self.nodes.items():
+        for node in self.nodes:
             (self.folder / f"spool-{node}").mkdir()
+            address = self.network[node].address
             lines.append(
                 f"NodeName={node} NodeAddr={address} NodeHostname={node} CPUs={CPUS}"
                 f" RealMemory=1000{gpus} State=UNKNOWN\n"

@@ -17,7 +17,8 @@ def cluster() -> Iterator[SlurmCluster]:
 
 def test_each_node_has_an_address_and_a_name_of_its_own(cluster: SlurmCluster) -> None:
     written = cluster.run("srun", "-N2", "sh", "-c", "echo $(hostname) $(hostname -I)").stdout
-    assert sorted(written.splitlines()) == ["n0 10.77.0.10", "n1 10.77.0.11"]
+    addresses = [f"{node} {cluster.network[node].address}" for node in cluster.nodes]
+    assert sorted(written.splitlines()) == addresses
 
 
 def test_a_step_gets_the_gpus_of_its_node(cluster: SlurmCluster) -> None:

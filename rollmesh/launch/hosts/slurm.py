@@ -287,13 +287,13 @@ def srun_command(job_id: str, node: str) -> list[str]:
     return ["srun", f"--jobid={job_id}", *one, *shared, "--unbuffered", "--export=ALL"]
 
 
-def prepare(mark: str, file: Path | None) -> int:
-    """Kill the processes with `mark` on this machine; return OK if it sees `file`."""
+def prepare(mark: str, file: Path | None, within_s: float = SHARED_WITHIN_S) -> int:
+    """Kill the processes with `mark` on this machine; return OK if it sees `file` in time."""
     node = os.environ.get(NODE_VARIABLE) or socket.gethostname()
     if num_killed := kill_marked(mark):
         sys.stderr.write(f"{node}: killed {num_killed} processes that {mark} left\n")
     sweep_memory()
-    if file is None or is_seen(file):
+    if file is None or is_seen(file, within_s):
         return OK
     sys.stderr.write(
         f"rollmesh: node {node} does not see {file}: run.folder must be on a file system that all "
@@ -302,9 +302,9 @@ def prepare(mark: str, file: Path | None) -> int:
     return USAGE
 
 
-def is_seen(file: Path) -> bool:
+def is_seen(file: Path, within_s: float) -> bool:
     """Return whether a file exists, which another node has just made."""
-    until_s = time.monotonic() + SHARED_WITHIN_S
+    until_s = time.monotonic() + within_s
     while not file.exists():
         if time.monotonic() > until_s:
             return False

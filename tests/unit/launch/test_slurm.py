@@ -1,13 +1,17 @@
 """Processes are placed on the nodes of a Slurm job as [slurm] says, and away from lost nodes."""
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rollmesh.core.config import Config, EngineConfig, ModelConfig, SlurmConfig, WorkerConfig
 from rollmesh.core.errors import AddressError, ConfigError
-from rollmesh.core.process import OK
+from rollmesh.core.orphans import MARK_VARIABLE
+from rollmesh.core.process import OK, USAGE
 from rollmesh.launch.hosts.base import ChildOrder
 from rollmesh.launch.hosts.slurm import (
     NodeChoice,
@@ -121,5 +125,19 @@ def test_the_own_address_is_that_of_the_route_to_the_others() -> None:
     assert own_address(["127.0.0.1"]) == "127.0.0.1"
 
 
-def test_a_node_is_prepared_if_it_sees_the_jobs_file(tmp_path: Path) -> None:
-    assert prepare(f"slurm-{os.getpid()}", tmp_path) == OK
+def test_a_node_is_prepared_only_if_it_sees_the_jobs_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark = f"slurm-{os.getpid()}"
+    assert prepare(mark, tmp_path) == OK
+    assert prepare(mark, tmp_path / "7.started", within_s=0.0) == USAGE
+    assert "run.folder must be on a file system that all nodes share" in capsys.readouterr().err
+
+
+def test_a_node_is_prepared_by_ending_what_an_earlier_attempt_left(tmp_path: Path) -> None:
+    mark = f"slurm-{os.getpid()}"
+    argv = [sys.executable, "-c", "import signal; signal.pause()"]
+    environment = {**os.environ, MARK_VARIABLE: f"{mark}/launch.1"}
+    with subprocess.Popen(argv, env=environment) as left:
+        assert prepare(mark, tmp_path) == OK
+        assert left.wait(60.0) == -signal.SIGKILL
