@@ -17,7 +17,14 @@ from rollmesh.core.orphans import MARK_VARIABLE, new_mark
 from rollmesh.core.process import start_ticks
 from rollmesh.core.share import Share
 from rollmesh.launch import pipeline
-from rollmesh.launch.pipeline import check_share, claim_name, new_claim, release_name
+from rollmesh.launch.devices import GrantedGpus
+from rollmesh.launch.pipeline import (
+    check_share,
+    claim_name,
+    new_claim,
+    read_grant,
+    release_name,
+)
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import ClaimPipeline, ReadScheduler, RunClaim
@@ -34,6 +41,12 @@ def test_a_pipeline_needs_as_many_engines_as_generation_workers() -> None:
         check_share(Share(address, "math"), 2, SETTINGS)
         with pytest.raises(ConfigError, match="3 engines where the scheduler has 2 generation"):
             check_share(Share(address, "math"), 3, SETTINGS)
+
+
+def test_the_gpus_of_engines_and_trainer_are_read_from_the_scheduler() -> None:
+    with fleet() as address:
+        granted = read_grant(Share(address, "math"), SETTINGS)
+    assert granted == GrantedGpus(engines=((0, 1), (2, 3)), trainer=(0, 1))
 
 
 @pytest.mark.parametrize(
