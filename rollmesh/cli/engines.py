@@ -50,7 +50,7 @@ from rollmesh.wire.fleet import (
 
 CHECK_S = 10.0
 """Time in which an engine must answer before it is added."""
-READ_S = 0.5
+READ_S = 0.2
 """Interval between reads of the fleet while a verb waits."""
 AWAY_S = 120.0
 """Time for which a verb that waits also waits for a router that does not answer."""
@@ -86,20 +86,24 @@ class _Fleet:
         """Remove the engine; UserError if the router refuses."""
         self._change(DropEngine(self._next_ask(), url, drains, force))
 
-    def watch(self, url: str, until: Callable[[EngineRow | None], str], end_s: float) -> None:
-        """Read the engine's row until `until` is '' or the time is `end_s`; print each new line
-        that it returns. A router that is away is waited for."""
+    def watch(
+        self, url: str, until: Callable[[EngineRow | None], str], end_s: float
+    ) -> EngineRow | None:
+        """Read the engine's row until `until` is '', and return that row; print each other line
+        that it returns. UserError at `end_s`. A router that is away is waited for."""
         last, seen_s = "", time.monotonic()
         while True:
             try:
-                line = until(_row_of(url, self.read()))
+                row = _row_of(url, self.read())
+                line = until(row)
                 seen_s = time.monotonic()
             except AddressError:
                 if time.monotonic() >= seen_s + AWAY_S:
                     raise
                 line = f"the router at {self.router} does not answer; waiting for it"
+                row = None
             if not line:
-                return
+                return row
             if line != last:
                 print(printable(line), flush=True)
                 last = line
@@ -155,11 +159,9 @@ def add(argv: list[str]) -> int:
                 "with --engine-changes FILE"
             )
         row = _row_of(url, listed)
-        if not options.waits:
-            print(printable(_about(url, row)))
-            return OK
-        fleet.watch(url, _until_ready(url), time.monotonic() + options.wait_s)
-        print(printable(_about(url, _row_of(url, fleet.read()))))
+        if options.waits:
+            row = fleet.watch(url, _until_ready(url), time.monotonic() + options.wait_s)
+        print(printable(_about(url, row)))
     return OK
 
 
