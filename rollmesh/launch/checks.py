@@ -15,12 +15,16 @@ from rollmesh.core.config import Config
 from rollmesh.core.descriptors import PER_CHILD, PER_ROLLOUT, allow_descriptors
 from rollmesh.core.errors import AddressError, ConfigError, ModelError
 from rollmesh.core.model_folders import EXAMPLE, why_no_model
+from rollmesh.core.secret_files import ENGINE_KEY_FILE_VARIABLE, engine_key
 from rollmesh.core.share import Share
 from rollmesh.launch.pipeline import check_share
 
 _FIND_SGLANG = "import importlib.util as u, sys; sys.exit(u.find_spec('sglang') is None)"
 NUM_OTHERS = 5
 """The warm start, router, coordinator, trainer and dashboard."""
+
+
+UNAUTHORIZED = 401
 
 
 async def check(
@@ -46,7 +50,9 @@ async def check(
         await check_python(config)
     if config.engine.urls:
         timeout_s = config.launch.engine_check_timeout_s
-        async with ClientSession(timeout=ClientTimeout(total=timeout_s)) as session:
+        headers = {"Authorization": f"Bearer {key}"} if (key := engine_key()) else {}
+        timeout = ClientTimeout(total=timeout_s)
+        async with ClientSession(headers=headers, timeout=timeout) as session:
             for url in config.engine.urls:
                 await check_engine(session, url, timeout_s)
 
@@ -112,6 +118,11 @@ async def check_engine(session: ClientSession, url: str, timeout_s: float) -> No
         raise AddressError(
             f"engine.urls: {url} does not answer ({why}); start SGLang there"
         ) from None
+    if status == UNAUTHORIZED:
+        raise AddressError(
+            f"engine.urls: {url} refuses our API key; set {ENGINE_KEY_FILE_VARIABLE} to a file "
+            "with the engine's"
+        )
     if status != 200:
         raise AddressError(
             f"engine.urls: {url} is not an SGLang server: /model_info returned status {status}"

@@ -28,9 +28,12 @@ class Server(TestServer):
         app.router.add_get("/model_info", self.model_info)
         super().__init__(app)
         self.num_asked = 0
+        self.key = ""
 
     async def model_info(self, request: web.Request) -> web.Response:
         self.num_asked += 1
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({}, status=401)
         return web.json_response({})
 
     def url(self, path: str = "") -> str:
@@ -52,6 +55,17 @@ def config_of(model: Path | str, *urls: str) -> Config:
 async def test_a_model_folder_and_engines_that_answer_pass(model: Path, server: Server) -> None:
     await check(config_of(model, server.url("/"), server.url()), makes_model=False)
     assert server.num_asked == 2
+
+
+async def test_an_engine_gets_its_api_key_and_a_wrong_one_is_named(
+    model: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.key = "abc"
+    monkeypatch.setenv("ROLLMESH_ENGINE_KEY", "abc")
+    await check(config_of(model, server.url()), makes_model=False)
+    monkeypatch.setenv("ROLLMESH_ENGINE_KEY", "another")
+    with pytest.raises(AddressError, match="refuses our API key; set ROLLMESH_ENGINE_KEY_FILE"):
+        await check(config_of(model, server.url()), makes_model=False)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
