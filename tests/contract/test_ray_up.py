@@ -19,6 +19,7 @@ import pytest
 from rollmesh.core.orphans import memory_prefix
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.launch.folder import read_addresses, read_pids
+from rollmesh.testing.sglang_server import write_sglang_python
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from tests.contract.ray_token import RAY_TOKEN
 
@@ -293,5 +294,20 @@ def test_ranks_with_places_of_their_own_train_together_and_survive_the_loss_of_o
     code, out = run.end()
     assert code == 0, out
     assert "rank-1 was killed by signal 9" in out
+    run.check_complete()
+    run.check_nothing_left()
+
+
+def test_sglang_servers_are_placed_and_restarted_with_their_node(
+    run: RunOnRay, cluster: Any
+) -> None:
+    python = write_sglang_python(run.folder)
+    sglang = ["engine.launch=sglang", f"engine.python={python}", "engine.gpus_each=0"]
+    run.start(*[word for each in sglang for word in ("--set", each)])
+    run.until_step(4)
+    cluster.remove_node(raylet_of(run.pid("engine-0"), cluster), allow_graceful=False)
+    cluster.add_node(**_node(4))
+    code, out = run.end()
+    assert code == 0, out
     run.check_complete()
     run.check_nothing_left()
