@@ -267,12 +267,10 @@ def test_an_address_in_use_is_a_one_line_error(home: TensorRuntime) -> None:
     assert line.startswith(f"rank 0 is gone: {taken}")
 
 
-def test_a_missing_device_is_a_one_line_error(
-    home: TensorRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the device with which its rank starts
-    with_gpu = msgspec.structs.replace(plan(1), device="cuda")
-    assert 'device = "cuda": torch finds no GPU' in failing_start(with_gpu, home)
+def test_a_missing_device_is_a_one_line_error(home: TensorRuntime) -> None:
+    with_gpus = msgspec.structs.replace(plan(1000), device="cuda")
+    with pytest.raises(ConfigError, match=r"rank \d+ of this host has no GPU: torch finds \d+;"):
+        TrainController(with_gpus, home)
 
 
 def test_an_invalid_plan_is_refused_before_any_process_starts(home: TensorRuntime) -> None:

@@ -134,10 +134,12 @@ class TrainController:
     ) -> None:
         """`tensor_runtime` is that of this process; `staleness` paces the training.
 
-        Raises AddressError if `plan.bind` is taken, or an address needs keys.
+        Raises AddressError if `plan.bind` is taken, or an address needs keys; ConfigError if a rank
+        that is started here has no device.
         """
         check_bind(plan.plane.bind or plan.bind, keys)
         self._plan = plan
+        self._devices = devices_of(plan)
         self._tensor_runtime = tensor_runtime
         self._plane = tensor_runtime.plane
         self._heads = plan.topology.heads()
@@ -284,14 +286,15 @@ class TrainController:
 
     def _specs(self, address: str) -> Sequence[RankSpec]:
         """The specs of all ranks; only those of ranks that are started here are used whole."""
-        plan, num_ranks = self._plan, self._plan.topology.num_ranks
-        num_local = num_ranks if plan.num_local is None else plan.num_local
-        num_visible = torch.cuda.device_count()
-        devices = [
-            rank_device(plan.device, rank, num_visible, num_local) for rank in range(num_local)
-        ]
-        devices += [plan.device] * (num_ranks - num_local)
-        return [plan.spec(address, rank, device) for rank, device in enumerate(devices)]
+        return [self._plan.spec(address, rank, device) for rank, device in enumerate(self._devices)]
+
+
+def devices_of(plan: RankPlan) -> list[str]:
+    """Return the device of each rank: its own for those that are started here."""
+    num_ranks, num_visible = plan.topology.num_ranks, torch.cuda.device_count()
+    num_local = num_ranks if plan.num_local is None else plan.num_local
+    local = [rank_device(plan.device, rank, num_visible, num_local) for rank in range(num_local)]
+    return local + [plan.device] * (num_ranks - num_local)
 
 
 class PendingCall:
