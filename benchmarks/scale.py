@@ -1,6 +1,6 @@
 """Limits of one router: 10,000 workers' heartbeats, a million queued rollouts, fleet tables.
 
-    python -m benchmarks.scale [--quick] [--json] [--check] [--only groups,fleet]
+    python -m benchmarks.scale [--quick] [--json] [--check] [--only groups,fleet,mesh]
 
 The router's own scheduler in this process receives the messages that real peers send, on a clock
 that is advanced by hand: CPU and memory are measured without sockets (with them, see
@@ -22,6 +22,7 @@ from statistics import linear_regression
 import psutil
 
 from benchmarks.lib.fleet_feed import measure_fleet
+from benchmarks.lib.fleet_mesh import measure_router
 from benchmarks.lib.report import Goal, parser, report
 from rollmesh.core.config import RouterConfig
 from rollmesh.core.heap import Heap
@@ -269,7 +270,7 @@ LONG_RUN_GROUPS = 250_000
 """Number of groups, of four rollouts each: a million rollouts."""
 LONG_RUN_LOOKS = 25
 MB = 1e6
-CASES = ("groups", "fleet")
+CASES = ("groups", "fleet", "mesh")
 
 GOALS = [
     Goal("beats.core_share", "<=", 0.5),
@@ -462,6 +463,8 @@ def main() -> None:
     figures = measure(options.quick) if "groups" in cases else {}
     if "fleet" in cases:
         figures |= measure_fleet(is_quick=options.quick)
+    if "mesh" in cases:
+        figures |= measure_router(is_quick=options.quick)
     report(options, figures, [goal for goal in GOALS if goal.figure in figures])
 
 

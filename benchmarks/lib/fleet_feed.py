@@ -1,4 +1,4 @@
-"""What the fleet table costs a router: its state machine, and the messages to 2,000 real sockets.
+"""Cost of the fleet table to a router: its state machine, and messages to 2,000 real sockets.
 
 Each engine is probed once a second, and its load moves at random. `full` is the whole table for
 each worker and second, `changes` what the fleet sends. Audiences are processes of

@@ -316,8 +316,16 @@ def notice_death(connected: socket.socket) -> None:
 
 
 def _departures_of(socket: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":
-    """Return a socket that receives a message for each ended connection of `socket`."""
-    return socket.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
+    """Return a socket that receives a message for each ended connection of `socket`.
+
+    Its queue has no limit: a full one would block zmq's thread, and the end of the monitor.
+    """
+    address = f"inproc://departures-{secrets.token_hex(8)}"
+    socket.monitor(address, int(zmq.EVENT_DISCONNECTED))
+    departures: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+    departures.setsockopt(zmq.RCVHWM, 0)
+    departures.connect(address)
+    return departures
 
 
 def _open(kind: int, max_frame_bytes: int) -> "zmq.Socket[bytes]":

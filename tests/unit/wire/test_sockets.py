@@ -317,3 +317,14 @@ def test_a_closed_wake_signal_does_not_touch_a_reused_descriptor(tmp_path: Path)
         assert os.fstat(number).st_size == 0
         with pytest.raises(ValueError, match="closed"):
             bell.fileno()
+
+
+@pytest.mark.timeout(60)
+def test_a_hub_that_many_peers_have_just_left_closes() -> None:
+    hub = Hub("tcp://127.0.0.1:0")
+    host, _, port = hub.address.removeprefix("tcp://").rpartition(":")
+    for _ in range(3000):  # more than zmq keeps of unread events
+        with socket.create_connection((host, int(port))) as peer:
+            peer.recv(1)
+    hub.close()
+    assert hub.socket.closed
