@@ -1,17 +1,23 @@
-"""Reaction times of the mesh: a killed worker's group, a cancelled call, Ctrl-C.
+"""Reaction times of the mesh: a killed worker's group, a cancelled call, Ctrl-C, a cut network.
 
     python -m benchmarks.reactions [--quick] [--json] [--check] [--only CASE,...]
 
     worker_death   from SIGKILL of a local worker to the first call of its group from another worker
     cancel         from `RolloutClient.cancel` to the end of the group's last call at the engine
     interrupt      from SIGINT to the end of the last process of `rollmesh demo`
+    cut_N_s        from the end of a cut of N seconds to full speed: four train steps, and rollouts
+                   of each worker; each link between five hosts in turn
+    one_way        the same, after 5 s in which nothing arrives at a host
 
-Each case is tried 30 times (5 with --quick); median and 99th percentile are reported. Processes are
-real; the engine of the first two is scripted and waits in the middle of every turn.
+Each of the first three cases is tried 30 times (5 with --quick); median and 99th percentile are
+reported. A cut of 5 s is tried three times on each link, longer ones once; --quick leaves the long
+ones out. Processes are real; the engine of the first two cases is scripted and waits in the middle
+of every turn. The hosts are network namespaces, which only root can make.
 docs/explanation/faults.md states the goals.
 """
 
 import asyncio
+import functools
 import itertools
 import os
 import signal
@@ -19,8 +25,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,10 +41,14 @@ from rollmesh.core.config import JournalConfig
 from rollmesh.core.ids import GroupId
 from rollmesh.core.process import Ready
 from rollmesh.core.types import SamplingPolicy, Task
+from rollmesh.envs.guess import GuessEnv
 from rollmesh.launch.folder import read_pids
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.host_mesh import HostMesh
 from rollmesh.testing.model_folder import write_model_folder
+from rollmesh.testing.network import HostNetwork
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 
 NUM_TRIES, NUM_QUICK_TRIES = 30, 5
 NUM_SAMPLES = 4
@@ -48,7 +59,24 @@ GOALS = [
     Goal("worker_death_p99_s", "<=", 2.0),
     Goal("cancel_p99_s", "<=", 1.0),
     Goal("interrupt_p99_s", "<=", 5.0),
+    *(Goal(f"{name}_p99_s", "<=", 10.0) for name in ("cut_5_s", "cut_20_s", "cut_90_s", "one_way")),
 ]
+HOSTS = {
+    "router": "router",
+    "trainer": "trainer",
+    "engine-0": "engine",
+    "worker-0": "one",
+    "worker-1": "two",
+}
+LINKS = [
+    ("router", "one"),
+    ("one", "engine"),
+    ("trainer", "one"),
+    ("router", "trainer"),
+    ("trainer", "engine"),
+    ("router", "engine"),
+]
+FULL_SPEED_WITHIN_S = 120.0
 ROLLMESH = (sys.executable, "-m", "rollmesh.cli.main")
 
 
@@ -211,7 +239,77 @@ def _until(condition: Callable[[], bool], otherwise: str) -> None:
         time.sleep(LOOK_S)
 
 
-CASES = {"worker_death": worker_death, "cancel": cancel, "interrupt": interrupt}
+Faults = Sequence[Callable[[HostNetwork], None]]
+Case = Callable[[int], Coroutine[Any, Any, list[float]]]
+"""A case of the benchmark: the seconds of so many tries."""
+
+
+def after_faults(faults: Faults, lasts_s: float) -> list[float]:
+    """Return the seconds to full speed after each fault of a mesh over five hosts."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = Path(folder) / "model"
+        write_tiny_model(model, texts_of(GuessEnv()), TinyShape(), seed=0)
+        network = stack.enter_context(HostNetwork(dict.fromkeys(HOSTS.values())))
+        mesh = HostMesh(Path(folder), network, HOSTS, host_settings(model))
+        stack.callback(mesh.close)
+        mesh.start(*HOSTS)
+        mesh.until_full_speed(FULL_SPEED_WITHIN_S)
+        took_s = []
+        for begin in faults:
+            begin(network)
+            threading.Event().wait(lasts_s)
+            network.heal()
+            took_s.append(mesh.until_full_speed(FULL_SPEED_WITHIN_S))
+        return took_s
+
+
+def host_settings(model: Path) -> dict[str, Any]:
+    """Return the settings of a mesh that takes many small steps."""
+    trainer = {"num_steps": 100_000, "groups_per_step": 2, "samples_per_group": 4}
+    return {
+        "env": "guess",
+        "model": {"path": str(model), "max_context_tokens": 512},
+        "sampling": {"max_tokens": 4},
+        "worker": {"max_rollouts": 16},
+        "trainer": {**trainer, "max_running_groups": 4, "learning_rate": 1e-3},
+    }
+
+
+def cuts(lasts_s: float, num_rounds: int) -> Case:
+    """Return the case of a cut of each link, `num_rounds` times."""
+    faults = [
+        functools.partial(HostNetwork.cut, one=one, other=other) for one, other in LINKS
+    ] * num_rounds
+    return lambda _: asyncio.to_thread(after_faults, faults, lasts_s)
+
+
+async def one_way(num_tries: int) -> list[float]:
+    """Return the seconds to full speed after nothing arrived at a host."""
+    del num_tries
+    hosts = dict.fromkeys(HOSTS.values())
+    faults = [functools.partial(nothing_arrives, host=host) for host in hosts]
+    return await asyncio.to_thread(after_faults, faults, SHORT_S)
+
+
+def nothing_arrives(network: HostNetwork, host: str) -> None:
+    """Drop all packets that arrive at a host."""
+    network[host].drop_from()
+
+
+SHORT_S = 5.0
+QUICK_CASES: dict[str, Case] = {
+    "worker_death": worker_death,
+    "cancel": cancel,
+    "interrupt": interrupt,
+    "cut_5_s": cuts(SHORT_S, 1),
+    "one_way": one_way,
+}
+CASES: dict[str, Case] = {
+    **QUICK_CASES,
+    "cut_5_s": cuts(SHORT_S, 3),
+    "cut_20_s": cuts(20.0, 1),
+    "cut_90_s": cuts(90.0, 1),
+}
 
 
 def main() -> None:
@@ -219,8 +317,9 @@ def main() -> None:
     options = parser("reactions", CASES).parse_args()
     num_tries = NUM_QUICK_TRIES if options.quick else NUM_TRIES
     figures: dict[str, float] = {}
-    for name in options.only or CASES:
-        took_s = sorted(asyncio.run(CASES[name](num_tries)))
+    cases = QUICK_CASES if options.quick else CASES
+    for name in options.only or cases:
+        took_s = sorted(asyncio.run({**CASES, **cases}[name](num_tries)))
         figures[f"{name}_p50_s"] = statistics.median(took_s)
         figures[f"{name}_p99_s"] = statistics.quantiles(took_s, n=100, method="inclusive")[98]
     report(options, figures, [goal for goal in GOALS if goal.figure in figures])

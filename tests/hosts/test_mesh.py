@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh.testing.host_mesh import HostMesh
 from rollmesh.testing.network import HostNetwork
 from tests.flow.trained_mesh import model as model  # the fixture
-from tests.hosts.host_mesh import HostMesh, check_whole
+from tests.hosts.accounts import check_whole, settings_of
 
 HOSTS = {
     "router": "head",
@@ -23,7 +24,7 @@ TRAINS_WITHIN_S = 100.0
 @pytest.mark.timeout(180)
 def test_mesh_over_four_hosts_trains(tmp_path: Path, model: Path) -> None:
     with HostNetwork(dict.fromkeys(HOSTS.values())) as network:
-        mesh = HostMesh(tmp_path, model, network, HOSTS, trainer={"num_steps": 3})
+        mesh = HostMesh(tmp_path, network, HOSTS, settings_of(model, num_steps=3))
         with closing(mesh):
             mesh.start(*HOSTS)
             code = mesh.wait("trainer", TRAINS_WITHIN_S)

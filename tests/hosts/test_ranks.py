@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rollmesh.core.process import FAILED, OK
+from rollmesh.testing.host_mesh import HostMesh
 from rollmesh.testing.network import HostNetwork
 from rollmesh.wire.keys import new_keys
 from tests.flow.test_ranks_elsewhere import (
@@ -23,7 +24,7 @@ from tests.flow.test_ranks_elsewhere import (
 from tests.flow.test_ranks_elsewhere import alone as alone  # the fixtures
 from tests.flow.test_ranks_elsewhere import model_folder as model_folder
 from tests.flow.trained_mesh import model as model
-from tests.hosts.host_mesh import HostMesh, check_whole
+from tests.hosts.accounts import check_whole, settings_of
 
 
 def job_with_keys(folder: Path, model: Path) -> Job:
@@ -105,11 +106,13 @@ def test_a_run_of_torchrun_that_lost_a_node_continues_on_the_other_to_its_end(
 ) -> None:
     trainer = {"num_steps": 5, "checkpoint_steps": 2, "rank_silence_s": 6.0}
     with HostNetwork(["one", "two"]) as network:
-        mesh = TorchrunMesh(tmp_path, model, network, MESH_HOSTS, trainer=trainer)
+        settings = settings_of(model)
+        settings["trainer"] |= trainer
+        mesh = TorchrunMesh(tmp_path, network, MESH_HOSTS, settings)
         with closing(mesh):
             mesh.start("router", "engine-0", "worker-0")
             mesh.start_nodes("one", "two")
-            mesh.until_step(1)
+            mesh.until_steps(2, TRAINS_WITHIN_S)
             network.vanish("two")
             assert mesh.wait("node-one", TRAINS_WITHIN_S) == FAILED
             assert "rollmesh: rank 1 on two (10.77.0.2) is gone: " in mesh.output("node-one")
