@@ -41,6 +41,7 @@ def run_dialer(address: str) -> None:
 
 
 async def run_fetcher(url: str) -> None:
+    pause = threading.Event()
     async with HttpClient() as http:
         while True:
             try:
@@ -48,7 +49,7 @@ async def run_fetcher(url: str) -> None:
                 report("fetched")
             except EngineUnavailable as error:
                 report(f"failed: {error}")
-            await asyncio.sleep(INTERVAL_S)
+            await asyncio.to_thread(pause.wait, INTERVAL_S)
 
 
 if __name__ == "__main__":
