@@ -30,6 +30,9 @@ MIN_EVENTS = 200
 REVEALING_SEEDS = (
     *range(20),
     *range(25, 305, 10),
+    320,
+    335,
+    365,
     435,
     465,
     585,
