@@ -63,7 +63,7 @@ test-ray: $(VENV)/.ray
 	@$(BIN)/python -m pytest tests/contract/test_tensor_backends.py tests/contract/test_ray_fleet.py tests/contract/test_ray_up.py $(ARGS)
 
 test-hosts: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/hosts $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/hosts $(ARGS)
 
 test-containers: $(STAMP)
 	@nice $(BIN)/python -m pytest -m containers tests/containers $(ARGS)
