@@ -1,7 +1,7 @@
 """How workers follow the router's fleet table: changed rows, loads, and a digest.
 
     FleetChanged     all rows, to a worker that joins or asks for them
-    EnginesChanged   rows that changed, soon after; a burst of changes is one message
+    EnginesChanged   rows that changed, at once; of a long burst, many are one message
     LoadsChanged     loads that moved by a noticeable part, each push_s
     TableDigest      all loads and a checksum of the rows, each digest_s
     AskTable         from a worker whose copy does not match
@@ -15,6 +15,7 @@
 
 import enum
 import zlib
+from collections import deque
 from collections.abc import Collection, Iterable
 
 import msgspec
@@ -29,6 +30,9 @@ from rollmesh.wire.fleet import (
     TableMessage,
 )
 
+BURST = 8
+"""Messages of changes that are sent at once; a longer burst is gathered for `settle_s`. So a small
+fleet's engines are ready for workers at the same time after an update."""
 NOTICEABLE = 8
 """A load is sent again when it differs by more than a part of this size, an eighth, from what
 workers have."""
@@ -71,7 +75,9 @@ class TableFeed:
         self._is_urgent = False
         self._sent_epoch = 0
         self._sent_loads: dict[str, int] = {}
-        self._changes_s = self._beat_s = self._digested_s = float("-inf")
+        self._sent_s = deque([float("-inf")] * BURST, maxlen=BURST)
+        """Times of the last messages of changes."""
+        self._beat_s = self._digested_s = float("-inf")
         self._order: list[str] = []
 
     def look(
@@ -108,7 +114,7 @@ class TableFeed:
     @property
     def due_s(self) -> float:
         """Time of the next message that cannot wait for the next tick."""
-        return self._changes_s + self._settle_s if self._is_urgent else float("inf")
+        return self._sent_s[0] + self._settle_s if self._is_urgent else float("inf")
 
     def take(self, now_s: float) -> list[TableMessage]:
         """Return the messages that every worker is to get now."""
@@ -136,7 +142,8 @@ class TableFeed:
             self._sent_loads.pop(url, None)
         self._changed.clear()
         self._is_urgent = False
-        self._sent_epoch, self._changes_s = self.epoch, now_s
+        self._sent_epoch = self.epoch
+        self._sent_s.append(now_s)
         return message
 
     def _take_loads(self, now_s: float) -> LoadsChanged | TableDigest:
