@@ -14,7 +14,7 @@
 #   make test-ray               the backends' contract, and a run and the scheduler in a Ray cluster of several
 #                               nodes; installs the extra `ray` (290 MB)
 #   make test-hosts             a mesh over hosts of its own (network namespaces), with faults of the network;
-#                               as root, 4 minutes on two cores
+#                               as root, 3 minutes on two cores
 #   make test-containers        builds both images and runs docker/compose.yaml by podman; root, Debian's packages,
 #                               4 GB of images
 #   make test-clients           real agents and SDKs through the gateway; writes docs/reference/clients.md
@@ -62,8 +62,9 @@ test-sglang: $(STAMP) sglang
 test-ray: $(VENV)/.ray
 	@$(BIN)/python -m pytest tests/contract/test_tensor_backends.py tests/contract/test_ray_fleet.py tests/contract/test_ray_up.py $(ARGS)
 
+# These tests wait most of the time, so that two cores run three.
 test-hosts: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/hosts $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist load tests/hosts $(ARGS)
 
 test-containers: $(STAMP)
 	@nice $(BIN)/python -m pytest -m containers tests/containers $(ARGS)
