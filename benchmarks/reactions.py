@@ -45,7 +45,7 @@ from rollmesh.envs.guess import GuessEnv
 from rollmesh.launch.folder import read_pids
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.testing.engine import ScriptedEngine
-from rollmesh.testing.host_mesh import HostMesh
+from rollmesh.testing.host_mesh import FIVE_HOSTS, LINKS, HostMesh
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.testing.network import HostNetwork
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
@@ -60,21 +60,6 @@ GOALS = [
     Goal("cancel_p99_s", "<=", 1.0),
     Goal("interrupt_p99_s", "<=", 5.0),
     *(Goal(f"{name}_p99_s", "<=", 10.0) for name in ("cut_5_s", "cut_20_s", "cut_90_s", "one_way")),
-]
-HOSTS = {
-    "router": "router",
-    "trainer": "trainer",
-    "engine-0": "engine",
-    "worker-0": "one",
-    "worker-1": "two",
-}
-LINKS = [
-    ("router", "one"),
-    ("one", "engine"),
-    ("trainer", "one"),
-    ("router", "trainer"),
-    ("trainer", "engine"),
-    ("router", "engine"),
 ]
 FULL_SPEED_WITHIN_S = 120.0
 ROLLMESH = (sys.executable, "-m", "rollmesh.cli.main")
@@ -249,10 +234,10 @@ def after_faults(faults: Faults, lasts_s: float) -> list[float]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = Path(folder) / "model"
         write_tiny_model(model, texts_of(GuessEnv()), TinyShape(), seed=0)
-        network = stack.enter_context(HostNetwork(dict.fromkeys(HOSTS.values())))
-        mesh = HostMesh(Path(folder), network, HOSTS, host_settings(model))
+        network = stack.enter_context(HostNetwork(dict.fromkeys(FIVE_HOSTS.values())))
+        mesh = HostMesh(Path(folder), network, FIVE_HOSTS, host_settings(model))
         stack.callback(mesh.close)
-        mesh.start(*HOSTS)
+        mesh.start(*FIVE_HOSTS)
         mesh.until_full_speed(FULL_SPEED_WITHIN_S)
         took_s = []
         for begin in faults:
@@ -286,7 +271,7 @@ def cuts(lasts_s: float, num_rounds: int) -> Case:
 async def one_way(num_tries: int) -> list[float]:
     """Return the seconds to full speed after nothing arrived at a host."""
     del num_tries
-    hosts = dict.fromkeys(HOSTS.values())
+    hosts = dict.fromkeys(FIVE_HOSTS.values())
     faults = [functools.partial(nothing_arrives, host=host) for host in hosts]
     return await asyncio.to_thread(after_faults, faults, SHORT_S)
 

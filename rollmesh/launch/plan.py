@@ -216,62 +216,43 @@ def plan_engines(
     """
     untrained = weights_options(config.model.path, 0)
     first = weights_options(str(resumed.weights), resumed.policy_version) if resumed else untrained
-    # The weights of the resumed run may be gone by then.
-    again = (*untrained, "--newest-of", str(weights_of(config)))
-    plan = plan_sglang if config.engine.launch == "sglang" else plan_embedded
-    options = (*first, *(ASLEEP if share else ()))
-    return [plan(config, settings, role, gate, options, again) for role in engine_roles(config)]
+    is_sglang = config.engine.launch == "sglang"
+    start = ("sglang", *settings) if is_sglang else embedded_options(config)
+    plans = [
+        ChildPlan(
+            role=role,
+            argv=(*ROLLMESH, "engine", *start, *first, *(ASLEEP if share else ()), "--role", role),
+            # The weights of the resumed run may be gone by then.
+            again=(*untrained, "--newest-of", str(weights_of(config))),
+            on_death=OnDeath.RESTART,
+            gate=gate,
+            bind="127.0.0.1:0",
+            is_engine=True,
+        )
+        for role in engine_roles(config)
+    ]
+    return [of_sglang(config, plan) for plan in plans] if is_sglang else plans
 
 
-def plan_embedded(
-    config: Config,
-    settings: tuple[str, ...],
-    role: str,
-    gate: tuple[str, ...],
-    options: tuple[str, ...],
-    again: tuple[str, ...],
-) -> ChildPlan:
-    """Return one embedded engine."""
-    del settings
+def embedded_options(config: Config) -> tuple[str, ...]:
+    """Return the options of an embedded engine, besides its weights and role."""
     engine = config.engine
-    argv = [*ROLLMESH, "engine", *options]
-    argv += ["--incremental-streaming-output", "--skip-tokenizer-init"]
-    argv += ["--max-running-requests", str(engine.max_running)]
-    argv += ["--max-total-tokens", str(engine.kv_tokens)]
-    argv += ["--num-threads", str(engine.num_threads)]
-    argv += ["--random-seed", str(config.run.seed), "--run-folder", str(config.run_folder())]
-    return ChildPlan(
-        role=role,
-        argv=(*argv, "--role", role),
-        again=again,
-        on_death=OnDeath.RESTART,
-        gate=gate,
-        bind="127.0.0.1:0",
-        is_engine=True,
-    )
+    options = ["--incremental-streaming-output", "--skip-tokenizer-init"]
+    options += ["--max-running-requests", str(engine.max_running)]
+    options += ["--max-total-tokens", str(engine.kv_tokens)]
+    options += ["--num-threads", str(engine.num_threads)]
+    options += ["--random-seed", str(config.run.seed), "--run-folder", str(config.run_folder())]
+    return tuple(options)
 
 
-def plan_sglang(
-    config: Config,
-    settings: tuple[str, ...],
-    role: str,
-    gate: tuple[str, ...],
-    options: tuple[str, ...],
-    again: tuple[str, ...],
-) -> ChildPlan:
-    """Return the process that starts and watches one SGLang server.
+def of_sglang(config: Config, plan: ChildPlan) -> ChildPlan:
+    """Return the plan of the process that starts and watches one SGLang server.
 
     Its port is reserved, because SGLang cannot inherit a socket: peers know the address before the
     server is up, and a restarted one has the same.
     """
-    return ChildPlan(
-        role=role,
-        argv=(*ROLLMESH, "engine", "sglang", *settings, *options, "--role", role),
-        again=again,
-        on_death=OnDeath.RESTART,
-        gate=gate,
-        bind="127.0.0.1:0",
-        is_engine=True,
+    return msgspec.structs.replace(
+        plan,
         listens=False,
         num_gpus=config.engine.gpus_each,
         ready_timeout_s=config.engine.load_timeout_s + READY_MARGIN_S,

@@ -29,6 +29,23 @@ NUM_STEPS_AGAIN = 4
 NUM_REPORTS_AGAIN = 2
 """Reports of more finished rollouts after which a worker has its full speed: the first one may be
 of rollouts that finished during the fault."""
+FIVE_HOSTS = {
+    "router": "router",
+    "trainer": "trainer",
+    "engine-0": "engine",
+    "worker-0": "one",
+    "worker-1": "two",
+}
+"""A mesh with a host for each process."""
+LINKS = (
+    ("router", "one"),
+    ("one", "engine"),
+    ("trainer", "one"),
+    ("router", "trainer"),
+    ("trainer", "engine"),
+    ("router", "engine"),
+)
+"""The links between these hosts, one of each kind."""
 KEY_OF = {"router": "hub", "trainer": "publisher", "worker": "worker"}
 """Role of the key that each kind of process needs."""
 

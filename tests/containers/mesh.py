@@ -198,7 +198,7 @@ def taken_ports() -> list[int]:
 
 
 def left_behind() -> Mapping[str, list[str]]:
-    """What the project has on this machine, by kind."""
+    """Containers, volumes, networks, mounts and processes of the project on this machine."""
     mounted = Path("/proc/mounts").read_text().splitlines()
     names = podman("ps", "--all", f"--filter={LABEL}", "--format={{.Names}}").split()
     return {

@@ -15,10 +15,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from rollmesh.core.ids import GroupId
 from rollmesh.core.process import INTERRUPTED
 from rollmesh.core.types import Branch
 from rollmesh.launch.folder import read_pids
-from rollmesh.serve.client.client import Finished
+from rollmesh.serve.client.client import Finished, RolloutClient
 from rollmesh.serve.client.samples import cut
 from rollmesh.testing.engine import ScriptedEngine, logprob_of
 from tests.flow.trained_mesh import RunHistory, TrainedMesh, wait_for
@@ -116,6 +117,17 @@ async def mesh(tmp_path: Path) -> AsyncIterator[TwoEngines]:
             await two.release()
 
 
+async def hold_two_groups(mesh: TwoEngines, client: RolloutClient) -> list[GroupId]:
+    """Ask for two groups of four, and wait until the engines hold their turns."""
+    one, two = mesh.engines
+    one.hold()
+    two.hold()
+    group_ids = [ask(client, num_samples=4) for _ in range(2)]
+    await one.until(lambda: one.num_live > 0)
+    await two.until(lambda: one.num_live + two.num_live == 8)
+    return group_ids
+
+
 def check_exact(finished: Finished) -> set[str]:
     """Check that each token is what the weights give after its prefix; return the engines."""
     branches: tuple[Branch, ...] = ("main",)
@@ -133,12 +145,8 @@ def check_exact(finished: Finished) -> set[str]:
 
 async def test_a_drained_engine_ends_its_requests_and_gets_no_more(mesh: TwoEngines) -> None:
     one, two = mesh.engines
-    one.hold()
-    two.hold()
     with closing(mesh.client()) as client:
-        group_ids = [ask(client, num_samples=4) for _ in range(2)]
-        await one.until(lambda: one.num_live > 0)
-        await two.until(lambda: one.num_live + two.num_live == 8)
+        group_ids = await hold_two_groups(mesh, client)
         num_held, num_before = one.num_live, one.num_seen("/generate")
         verb = await asyncio.to_thread(mesh.verbs.start, "remove", one.url, "--drain")
         with verb:
@@ -170,12 +178,8 @@ async def test_requests_of_a_removed_engine_resume_elsewhere_from_their_exact_to
     mesh: TwoEngines,
 ) -> None:
     one, two = mesh.engines
-    one.hold()
-    two.hold()
     with closing(mesh.client()) as client:
-        group_ids = [ask(client, num_samples=4) for _ in range(2)]
-        await one.until(lambda: one.num_live > 0)
-        await two.until(lambda: one.num_live + two.num_live == 8)
+        group_ids = await hold_two_groups(mesh, client)
         await one.allow(one.num_live * 5)
         await one.until(lambda: one.num_sampled >= 5)
         removed = await asyncio.to_thread(mesh.verbs.done, "remove", one.url)

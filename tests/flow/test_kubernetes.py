@@ -109,7 +109,7 @@ def test_every_document_keeps_to_the_schema(documents: list[Tree], release: str)
 
 
 def fault_of(document: Tree, release: str = RELEASES[-1]) -> str:
-    """What Kubernetes' schema has against a document; '' for nothing."""
+    """The fault that Kubernetes' schema finds in a document; '' if it finds none."""
     try:
         kubernetes_validate.validate(document, release, strict=True)
     except kubernetes_validate.ValidationError as error:

@@ -13,26 +13,11 @@ from pathlib import Path
 import pytest
 
 from rollmesh.testing.forwarder import Forwarder
-from rollmesh.testing.host_mesh import HostMesh
+from rollmesh.testing.host_mesh import FIVE_HOSTS, LINKS, HostMesh
 from rollmesh.testing.network import HostNetwork
 from tests.flow.trained_mesh import model as model  # the fixture
 from tests.hosts.accounts import check_whole, settings_of
 
-HOSTS = {
-    "router": "router",
-    "trainer": "trainer",
-    "engine-0": "engine",
-    "worker-0": "one",
-    "worker-1": "two",
-}
-LINKS = [
-    ("router", "one"),
-    ("one", "engine"),
-    ("trainer", "one"),
-    ("router", "trainer"),
-    ("trainer", "engine"),
-    ("router", "engine"),
-]
 SHORT_S, LONG_S = 5.0, 20.0
 STARTS_WITHIN_S = 120.0
 RECOVERS_WITHIN_S = 60.0
@@ -48,9 +33,9 @@ def stack() -> Iterator[ExitStack]:
 
 def started(stack: ExitStack, folder: Path, model: Path, network: HostNetwork) -> HostMesh:
     """A mesh at full speed."""
-    mesh = HostMesh(folder, network, HOSTS, settings_of(model))
+    mesh = HostMesh(folder, network, FIVE_HOSTS, settings_of(model))
     stack.callback(mesh.close)
-    mesh.start(*HOSTS)
+    mesh.start(*FIVE_HOSTS)
     mesh.until_full_speed(STARTS_WITHIN_S)
     return mesh
 
@@ -67,7 +52,7 @@ def recover(mesh: HostMesh, what: str, within_s: float = RECOVERS_WITHIN_S) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_nothing_is_lost_or_doubled_by_cuts(stack: ExitStack, tmp_path: Path, model: Path) -> None:
-    network = stack.enter_context(HostNetwork(dict.fromkeys(HOSTS.values())))
+    network = stack.enter_context(HostNetwork(dict.fromkeys(FIVE_HOSTS.values())))
     mesh = started(stack, tmp_path, model, network)
     for link in LINKS:
         network.cut(*link)
@@ -93,15 +78,15 @@ def test_nothing_is_lost_or_doubled_by_delay_and_by_hosts_that_are_replaced(
     stack: ExitStack, tmp_path: Path, model: Path
 ) -> None:
     forwarder = stack.enter_context(Forwarder())
-    network = stack.enter_context(HostNetwork(dict.fromkeys(HOSTS.values()), forwarder))
+    network = stack.enter_context(HostNetwork(dict.fromkeys(FIVE_HOSTS.values()), forwarder))
     mesh = started(stack, tmp_path, model, network)
     forwarder.delay_s, forwarder.loss = 0.1, 0.05
     recover(mesh, "200 ms and 5 % of the packets lost")
     forwarder.delay_s, forwarder.loss = 0.0, 0.0
     recover(mesh, "no delay")
     for role in ("worker-0", "engine-0", "router", "trainer"):
-        gone = network.vanish(HOSTS[role])
-        network.add(HOSTS[role], gone.address)
+        gone = network.vanish(FIVE_HOSTS[role])
+        network.add(FIVE_HOSTS[role], gone.address)
         mesh.start(role)
         recover(mesh, f"another host of {role}", STARTS_WITHIN_S)
     check_whole(mesh.run, mesh.finish(NUM_MORE, STARTS_WITHIN_S))

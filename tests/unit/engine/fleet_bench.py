@@ -34,7 +34,7 @@ class Bench:
         self.now_s = 0.0
         self.pending: dict[str, ProbeEngine | ContinueEngine] = {}
         self.sent: list[TableMessage] = []
-        """What every worker was sent."""
+        """Messages that every worker was sent."""
         for url in urls:
             self.ask(JoinEngine(1, url))
 
