@@ -169,7 +169,7 @@ class Blob:
         file, extent = self._place
         try:
             return file.read(extent, start, stop)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: the file is closed
             self.is_lost = True
             raise ContentLost(self.num_bytes, str(error)) from None
 
@@ -278,6 +278,8 @@ class BlobStore:
             self._file.close()
             self._file = None
             self._free.clear()
+            for blob in list(self._blobs.values()):
+                blob.is_lost = blob.is_spilled
 
     def _move(self, blob: Blob) -> bool:
         """Spill one blob; False if the disk takes no more."""

@@ -159,6 +159,20 @@ def test_an_unwritable_spill_folder_is_a_one_line_error_at_once(tmp_path: Path) 
             BlobStore().settle(1000, folder)
 
 
+def test_contents_of_a_closed_spill_file_are_lost_and_are_stored_again_when_they_recur(
+    store: BlobStore, tmp_path: Path
+) -> None:
+    store.settle(0, tmp_path)
+    lost = store.hold(content(1))
+    store.spill_over()
+    store.close()
+    again = store.hold(content(1))
+    assert again.read() == content(1)
+    with pytest.raises(ContentLost, match="closed file"):
+        lost.read()
+    del lost
+
+
 def test_lost_contents_are_an_error_and_are_stored_again_when_they_recur(
     store: BlobStore, tmp_path: Path
 ) -> None:
