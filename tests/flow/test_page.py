@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -134,7 +135,10 @@ def write_evaluation(folder: Path, rewards: tuple[float, ...]) -> Path:
 
 
 def wait(browser: webdriver.Chrome, condition: Callable[[webdriver.Chrome], object]) -> None:
-    WebDriverWait(browser, WAIT_S, poll_frequency=0.05).until(condition)
+    """Wait for a condition, which is tried again if the page was redrawn meanwhile."""
+    redrawn = [StaleElementReferenceException]
+    waiting = WebDriverWait(browser, WAIT_S, poll_frequency=0.05, ignored_exceptions=redrawn)
+    waiting.until(condition)
 
 
 def all_of(browser: webdriver.Chrome, selector: str) -> list[WebElement]:
@@ -147,10 +151,27 @@ def text_of(browser: webdriver.Chrome, selector: str) -> str:
     return str(browser.execute_script(script, selector))
 
 
+def texts_of(browser: webdriver.Chrome, selector: str) -> list[str]:
+    """Visible texts of all such elements at one moment."""
+    script = "return [...document.querySelectorAll(arguments[0])].map(each => each.innerText)"
+    texts: list[str] = browser.execute_script(script, selector)
+    return texts
+
+
+def press_enter(browser: webdriver.Chrome, selector: str) -> None:
+    """Press Enter on the first such element, once there is one."""
+
+    def pressed(_browser: webdriver.Chrome) -> bool:
+        for each in all_of(browser, selector)[:1]:
+            each.send_keys(Keys.ENTER)
+            return True
+        return False
+
+    wait(browser, pressed)
+
+
 def open_rollout(browser: webdriver.Chrome, rollout_id: str) -> None:
-    row = f'#rollout-list button[data-id="{rollout_id}"]'
-    wait(browser, lambda _: all_of(browser, row))
-    all_of(browser, row)[0].send_keys(Keys.ENTER)
+    press_enter(browser, f'#rollout-list button[data-id="{rollout_id}"]')
     wait(browser, lambda _: rollout_id in text_of(browser, "#viewer h3"))
 
 
@@ -249,8 +270,7 @@ def test_failed_rollouts_are_listed_with_error_and_place(
     browser.get(address)
     wait(browser, lambda _: all_of(browser, "#failed tbody tr"))
     keep(browser, "failed")
-    cells = [cell.text for cell in all_of(browser, "#failed tbody td")]
-    assert cells == [
+    assert texts_of(browser, "#failed tbody td") == [
         rollout_id,
         "guess-3",
         "agent_error",
@@ -267,7 +287,7 @@ def test_an_evaluation_is_shown_as_an_evaluation(browser: webdriver.Chrome, tmp_
         keep(browser, "evaluation")
         assert text_of(browser, "#run-name") == "my-eval \u00b7 guess"
         assert text_of(browser, "#phase") == "done"
-        rows = [row.text.split() for row in all_of(browser, "#evaluation tbody tr")]
+        rows = [row.split() for row in texts_of(browser, "#evaluation tbody tr")]
         assert rows[0][:2] == ["reward", "0.302"], "of the agent that broke: 0"
         assert rows[1][:2] == ["num_guesses", "2.000"]
         assert "success" not in text_of(browser, "body").lower()
@@ -276,7 +296,7 @@ def test_an_evaluation_is_shown_as_an_evaluation(browser: webdriver.Chrome, tmp_
         open_rollout(browser, "r0/0/1")
         assert "Guess my number" in text_of(browser, ".chat")
         assert all_of(browser, ".tokens .sampled")
-        all_of(browser, "#failed a")[0].click()
+        press_enter(browser, "#failed a")
         wait(browser, lambda _: "ValueError: no" in text_of(browser, "#viewer .error"))
 
 
@@ -301,12 +321,12 @@ def test_tool_calls_are_shown_as_calls(
     browser.get(address)
     open_rollout(browser, rollout_id)
     keep(browser, "calls")
-    assert [call.text for call in all_of(browser, ".chat .call")] == [
+    assert texts_of(browser, ".chat .call") == [
         'search(query="red \\"shoes\\"", limit=3)',
         "look(at=[1])",
         'cut({"a": )',
     ]
-    assert [each.text for each in all_of(browser, ".chat .said")][2] == "two"
+    assert texts_of(browser, ".chat .said")[2] == "two"
 
 
 def test_a_trajectory_has_its_own_address(
@@ -327,9 +347,8 @@ def test_the_page_of_a_running_demo_shows_its_progress(
         assert demo.stdout
         line = next(line for line in demo.stdout if line.startswith("dashboard: "))
         browser.get(line.removeprefix("dashboard: ").strip())
-        wait(browser, lambda _: all_of(browser, "#rollout-list button"))
         wait(browser, lambda _: int(browser.execute_script(DRAWN_PIXELS)) > 1000)
-        all_of(browser, "#rollout-list button")[0].send_keys(Keys.ENTER)
+        press_enter(browser, "#rollout-list button")
         wait(browser, lambda _: all_of(browser, ".tokens .sampled"))
         assert "log-prob" in (all_of(browser, ".sampled[title]")[0].get_attribute("title") or "")
         assert text_of(browser, "#phase") == "running"
