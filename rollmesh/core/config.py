@@ -394,7 +394,8 @@ class LaunchConfig(Section, frozen=True):
     which leaves time for the checkpoint of a model of 8 B parameters). A second Ctrl-C kills at
     once."""
     max_restarts: NonNegative = 5
-    """A process that dies more often within `restart_window_s` ends the run (default: 5)."""
+    """A process that dies more often within `restart_window_s`, or before it is ready again, ends
+    the run (default: 5)."""
     hang_timeout_s: NonNegativeSeconds = 90.0
     """A process that sends no heartbeat for this many seconds, for example because it is suspended,
     is killed and restarted; a warning is shown after a third of it. At least 10; 0: never
@@ -405,7 +406,8 @@ class LaunchConfig(Section, frozen=True):
     max_restart_delay_s: PositiveSeconds = 10.0
     """Longest delay of a restart, in seconds (default: 10)."""
     restart_window_s: PositiveSeconds = 60.0
-    """Seconds for which a death counts against `max_restarts` (default: 60)."""
+    """Seconds for which a death counts against `max_restarts`; it counts longer while the process
+    has not been ready again (default: 60)."""
     min_recycle_s: NonNegativeSeconds = 10.0
     """A worker that recycles itself sooner after its start, in seconds, counts as dead, so that it
     cannot do nothing else (default: 10)."""

@@ -3,6 +3,7 @@
 - Pure: time is an argument, and the supervisor executes the actions.
 - A child starts only when all that it needs is available; nothing starts once the run stops.
 - A child whose heartbeats stop is killed and restarted.
+- Deaths of a child count until it was ready again, however long its loads are.
 - ENDED means that every child is gone.
 
     child   WAITING --> HELD --> STARTING --> READY     DONE <-- STARTING (a task, exit code 0)
@@ -24,6 +25,7 @@ once the others have it too. Children that still run at stop_timeout_s are kille
 
 import enum
 from collections.abc import Collection
+from pathlib import Path
 
 import msgspec
 
@@ -39,8 +41,6 @@ STOP_RESERVE_S = 1.0
 WARN_FRACTION = 1 / 3
 """The fraction of hang_timeout_s after which missing heartbeats are shown."""
 OUT_OF_MEMORY = "out of memory"
-HUNG = "no heartbeat for "
-"""Prefix of the cause for a child that was killed because it hung."""
 
 RESTARTED_AFTER_READY = (OnDeath.RESTART, OnDeath.REPLACE, OnDeath.CONTINUE)
 """After their first report, a usage error of these children is a death like any other."""
@@ -211,15 +211,15 @@ class ChildRecord:
         """Whether a process of this role was ever ready: then its settings work."""
         self.back_off_s = 0.0
         self.deaths_s: list[float] = []
-        """Deaths within the last minute."""
+        """Deaths that count against max_restarts."""
         self.last_heartbeat_s: float | None = None
         """When its process sent its last heartbeat; None before the first."""
         self.died_loading = False
         """Whether its last process ended before it was ready."""
         self.is_quiet = False
         """Whether a warning about missing heartbeats was shown."""
-        self.is_hung = False
-        """Whether it was killed because of missing heartbeats."""
+        self.killed_for = ""
+        """Why launch killed it during the run; '' if it did not."""
 
     def enter(self, state: ChildState, now_s: float) -> None:
         """Change state."""
@@ -247,9 +247,15 @@ class SupervisionMachine:
     """The machine; `step` is its only input."""
 
     def __init__(
-        self, plans: list[ChildPlan], settings: LaunchConfig, remote: Collection[str] = ()
+        self,
+        plans: list[ChildPlan],
+        settings: LaunchConfig,
+        remote: Collection[str] = (),
+        logs: Path = Path("logs"),
     ) -> None:
-        """The addresses of `remote` roles become known only when these are placed."""
+        """The addresses of `remote` roles become known only when these are placed. `logs` is the
+        folder of the children's output, for messages.
+        """
         self.state = MeshState.STARTING
         self.end: RunEnd | None = None
         """Set when the run begins to stop."""
@@ -257,6 +263,7 @@ class SupervisionMachine:
         for role in remote:
             self.children[role].has_address = False
         self._settings = settings
+        self._logs = logs
         self._stopping_since_s = 0.0
         self._stepped_s: float | None = None
 
@@ -308,7 +315,7 @@ class SupervisionMachine:
         )
         child.last_heartbeat_s, child.is_quiet = now_s, False
         return [Notice(f"{child.plan.role} responds again after {was_quiet_s:.0f} s")] * (
-            was_quiet_s > 0 and not child.is_hung
+            was_quiet_s > 0 and not child.killed_for
         )
 
     def _on_silence(self, now_s: float) -> list[Action]:
@@ -318,13 +325,13 @@ class SupervisionMachine:
         for child in self.children.values():
             if (
                 child.last_heartbeat_s is None
-                or child.is_hung
+                or child.killed_for
                 or not (timeout_s and is_running_state(child.state))
             ):
                 continue
             silent_s, role = now_s - child.last_heartbeat_s, child.plan.role
             if silent_s >= timeout_s:
-                child.is_hung = True
+                child.killed_for = f"no heartbeat for {timeout_s:g} s"
                 actions.append(KillChild(role))
             elif silent_s >= timeout_s * WARN_FRACTION and not child.is_quiet:
                 child.is_quiet = True
@@ -359,19 +366,20 @@ class SupervisionMachine:
 
     def _on_exited(self, child: ChildRecord, event: ChildExited, now_s: float) -> list[Action]:
         was = child.state
-        if child.is_hung:
-            cause = f"{HUNG}{self._settings.hang_timeout_s:g} s"
-            event = msgspec.structs.replace(event, cause=cause)
+        if child.killed_for:
+            event = msgspec.structs.replace(event, cause=child.killed_for)
         child.pending_for = ""
         child.died_loading = was in (ChildState.HELD, ChildState.STARTING)
-        child.last_heartbeat_s, child.is_quiet, child.is_hung = None, False, False
+        child.last_heartbeat_s, child.is_quiet = None, False
         child.enter(ChildState.GONE, now_s)
         if self.end is not None or not is_running_state(was):
             return []
         actions: list[Action] = []
         if child.plan.is_worker and event.pid:
             actions.append(NotifyRouter(event.role, event.pid, event.cause))
-        return actions + self._on_death(child, event, now_s)
+        actions += self._on_death(child, event, now_s)
+        child.killed_for = ""
+        return actions
 
     def _on_death(self, child: ChildRecord, event: ChildExited, now_s: float) -> list[Action]:
         if event.code == OK and child.plan.on_death is OnDeath.NEXT:
@@ -391,13 +399,14 @@ class SupervisionMachine:
         return self._stop(RunEnd(FAILED, how_it_ended(event, child)), now_s)
 
     def _restart(self, child: ChildRecord, event: ChildExited, now_s: float) -> list[Action]:
+        window_s = self._settings.restart_window_s
+        if not child.died_loading:
+            child.deaths_s = [at_s for at_s in child.deaths_s if now_s - at_s < window_s]
         if event.code == RECYCLED and now_s - child.started_s >= self._settings.min_recycle_s:
             child.back_off_s = 0.0
             child.enter(ChildState.BACKING_OFF, now_s)
             return [Notice(f"{event.role} recycled itself: {event.last_line}")]
-        window_s = self._settings.restart_window_s
-        recent = [at_s for at_s in child.deaths_s if now_s - at_s < window_s]
-        child.deaths_s = [*recent, now_s]
+        child.deaths_s.append(now_s)
         num_deaths = len(child.deaths_s)
         if num_deaths <= self._settings.max_restarts:
             delay_s = self._settings.restart_delay_s * 2 ** (num_deaths - 1)
@@ -406,7 +415,11 @@ class SupervisionMachine:
             if child.plan.is_rank and event.code == OK:
                 return []
             return [Notice(f"{how_it_ended(event, child)}; restart in {child.back_off_s:g} s")]
-        reason = f"{how_it_ended(event, child)}, death {num_deaths} within {window_s:g} s"
+        is_quick = now_s - child.deaths_s[0] < window_s
+        when = f"within {window_s:g} s" if is_quick else "before it was ready again"
+        reason = f"{how_it_ended(event, child)}, death {num_deaths} {when}"
+        log = f"{event.role}.out"
+        reason += "" if log in reason else f"; see {self._logs / log}"
         if child.plan.on_death is OnDeath.CONTINUE:
             return [Notice(f"{reason}; the run continues without it")]
         return self._stop(RunEnd(FAILED, reason), now_s)
@@ -416,10 +429,11 @@ class SupervisionMachine:
         if self.end is not None:
             return self._advance_stop(now_s)
         late = self._overdue(now_s)
+        limit_s = self._ready_timeout_s(late) if late else 0.0
         if late is not None and late.has_served:
+            late.killed_for = f"not ready within {limit_s:g} s"
             return [KillChild(late.plan.role)]
         if late is not None:
-            limit_s = late.plan.ready_timeout_s or self._settings.ready_timeout_s
             reason = f"{late.plan.role} was not ready within {limit_s:g} s"
             return [*self._stop(RunEnd(FAILED, reason), now_s), *self._advance_stop(now_s)]
         if all(each.is_available or each.is_optional for each in self.children.values()):
@@ -456,10 +470,12 @@ class SupervisionMachine:
     def _overdue(self, now_s: float) -> ChildRecord | None:
         for child in self.children.values():
             is_starting = child.state is ChildState.STARTING and child.plan.reports
-            timeout_s = child.plan.ready_timeout_s or self._settings.ready_timeout_s
-            if is_starting and now_s - child.since_s >= timeout_s:
+            if is_starting and now_s - child.since_s >= self._ready_timeout_s(child):
                 return child
         return None
+
+    def _ready_timeout_s(self, child: ChildRecord) -> float:
+        return child.plan.ready_timeout_s or self._settings.ready_timeout_s
 
     def _stop(self, end: RunEnd, now_s: float) -> list[Action]:
         """Begin to stop: the trainer first."""
@@ -517,8 +533,9 @@ def how_it_ended(event: ChildExited, child: ChildRecord) -> str:
         return f"{event.role} was stopped by a signal that launch did not send"
     if event.code == OK:
         return f"{event.role} exited with code 0 before launch stopped it"
-    if event.cause.startswith(HUNG):
-        return f"{event.role} was killed{while_loading}: {event.cause}"
+    last = f": {event.last_line}" if event.last_line else ""
+    if child.killed_for:
+        return f"{event.role} was killed{while_loading}: {event.cause}{last}"
     how = (
         f"exited with code {event.code}"
         if event.code >= 0
@@ -526,5 +543,4 @@ def how_it_ended(event: ChildExited, child: ChildRecord) -> str:
     )
     if event.cause == OUT_OF_MEMORY:
         how = "ran out of memory"
-    last = f": {event.last_line}" if event.last_line else ""
     return f"{event.role} {how}{while_loading}{last}"

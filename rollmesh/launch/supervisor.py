@@ -114,7 +114,7 @@ class Supervisor:
         keys: Path | None = None,
     ) -> None:
         """`keys` is the run's key folder, if it has one."""
-        self.machine = SupervisionMachine(mesh.plans, settings, remote=mesh.hosts)
+        self.machine = SupervisionMachine(mesh.plans, settings, mesh.hosts, folder.logs)
         self.ready: dict[str, Ready] = {}
         """The last report of each child."""
         self.notes: list[str] = []

@@ -181,7 +181,7 @@ def test_a_user_error_of_a_restarted_worker_counts_as_any_death(
     assert note.line.endswith("stale file handle; restart in 1 s")
     running.step(TimePassed(), after_s=1.0)
     running.step(ChildExited("worker", 2, error_line))
-    reason = f"worker exited with code 2: {error_line}, death 3 within 60 s"
+    reason = f"worker exited with code 2: {error_line}, death 3 within 60 s; see logs/worker.out"
     assert running.machine.end == RunEnd(1, reason)
 
 
@@ -192,16 +192,17 @@ def test_a_late_user_error_of_a_trainer_is_still_a_user_error(
     assert running.machine.end == RunEnd(2, "journal.max_bytes = 1: too little")
 
 
-def test_a_restarted_worker_that_does_not_report_is_killed_alone(
-    running: MachineDriver,
-) -> None:
+def test_a_restarted_worker_that_does_not_report_is_killed_alone(running: MachineDriver) -> None:
     running.step(ChildExited("worker", -9))
-    assert running.step(TimePassed(), after_s=1.0) == [StartChild("worker")]
-    assert running.step(TimePassed(), after_s=29.0) == []
-    assert running.step(TimePassed(), after_s=1.0) == [KillChild("worker")]
-    running.step(ChildExited("worker", -9))
-    assert running.step(TimePassed(), after_s=1.0) == [StartChild("worker")]
-    assert running.machine.end is None
+    for _ in range(SETTINGS.max_restarts):
+        assert running.machine.end is None
+        assert running.step(TimePassed(), after_s=1.0) == [StartChild("worker")]
+        assert running.step(TimePassed(), after_s=29.0) == []
+        assert running.step(TimePassed(), after_s=1.0) == [KillChild("worker")]
+        running.step(ChildExited("worker", -9, "loading"))
+    how = "worker was killed: not ready within 30 s: loading"
+    why = "death 3 before it was ready again; see logs/worker.out"
+    assert running.machine.end == RunEnd(1, f"{how}, {why}")
 
 
 @pytest.mark.parametrize("role", ["engine", "router"])
@@ -250,7 +251,7 @@ def test_a_crash_loop_ends_the_run_with_the_reason(running: MachineDriver, role:
         running.step(ChildExited(role, 1, "boom"))
         running.step(TimePassed(), after_s=5.0)
     running.step(ChildExited(role, 1, "boom"))
-    reason = f"{role} exited with code 1: boom, death 3 within 60 s"
+    reason = f"{role} exited with code 1: boom, death 3 within 60 s; see logs/{role}.out"
     assert running.machine.end == RunEnd(1, reason)
 
 
@@ -392,17 +393,32 @@ def test_a_worker_that_does_nothing_but_recycle_itself_ends_the_run(workers: Mac
         workers.step(ChildExited("w0", RECYCLED, "600 MB", 41, "exit code 75"))
         workers.step(TimePassed(), after_s=5.0)
     assert workers.machine.end
-    assert workers.machine.end.reason.endswith("600 MB, death 3 within 60 s")
+    assert workers.machine.end.reason.endswith("600 MB, death 3 within 60 s; see logs/w0.out")
 
 
-def test_deaths_far_apart_are_no_crash_loop(running: MachineDriver) -> None:
+def test_deaths_far_apart_are_no_crash_loop(workers: MachineDriver) -> None:
     for _ in range(10):
-        running.step(ChildExited("worker", 1))
-        assert running.step(TimePassed(), after_s=SETTINGS.restart_window_s) == [
-            StartChild("worker")
-        ]
-        running.step(ChildReady("worker"))
-    assert running.machine.end is None
+        workers.step(ChildExited("w0", 1), after_s=SETTINGS.restart_window_s)
+        workers.step(TimePassed(), after_s=1.0)
+        workers.step(ChildReady("w0"))
+        workers.step(ChildExited("w0", RECYCLED), after_s=SETTINGS.restart_window_s)
+        for _ in range(SETTINGS.max_restarts):
+            workers.step(ChildExited("w0", 1))
+            assert workers.step(TimePassed(), after_s=1.0) == [StartChild("w0")]
+        workers.step(ChildReady("w0"))
+    assert workers.machine.end is None
+
+
+def test_a_child_that_dies_in_every_load_ends_the_run_however_long_a_load_is() -> None:
+    driver = MachineDriver([plan("engine", OnDeath.RESTART)])
+    driver.run_all()
+    driver.step(ChildExited("engine", -9))
+    line = "rollmesh: engine: SGLang ended while loading weights: exit code 1: OSError: boom"
+    for _ in range(SETTINGS.max_restarts):
+        assert driver.step(TimePassed(), after_s=10.0) == [StartChild("engine")]
+        driver.step(ChildExited("engine", 2, line), after_s=SETTINGS.restart_window_s)
+    why = "death 3 before it was ready again; see logs/engine.out"
+    assert driver.machine.end == RunEnd(1, f"engine exited with code 2: {line}, {why}")
 
 
 def test_a_run_continues_without_a_page_that_keeps_dying(running: MachineDriver) -> None:
