@@ -154,7 +154,13 @@ def read_members(folder: Path) -> list[Member]:
     try:
         return msgspec.json.decode(read_private(path), type=list[Member])
     except OSError as error:
-        raise ConfigError(f"{path}: {str(error.strerror).lower()}; not a key folder") from None
+        remedy = "not a key folder"
+        if (folder / f"{HUB}.json").exists():
+            remedy = (
+                "without it the hub refuses every member: restore it, or move the folder away "
+                "and make new keys by `rollmesh keys`"
+            )
+        raise ConfigError(f"{path}: {str(error.strerror).lower()}; {remedy}") from None
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path}: not a list of members: {error}") from None
 
@@ -162,7 +168,8 @@ def read_members(folder: Path) -> list[Member]:
 def read_key_file(path: Path, role: Role | None = None) -> Keys:
     """Read the keys of a file, or of the file of `role` (default: the hub) in a folder.
 
-    ConfigError in one line if it cannot be read, is not private, or has another role.
+    ConfigError in one line if it cannot be read, is not private, or has another role; or if `role`
+    is the hub and its list of members cannot be read.
     """
     if path.is_dir():
         path = path / f"{role or HUB}.json"
@@ -176,6 +183,8 @@ def read_key_file(path: Path, role: Role | None = None) -> Keys:
         check_role(keys, role)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    if role is Role.HUB:
+        read_members(path.parent)
     folder = str(path.parent) if (path.parent / MEMBERS).is_file() else ""
     return msgspec.structs.replace(keys, folder=folder)
 
@@ -183,10 +192,10 @@ def read_key_file(path: Path, role: Role | None = None) -> Keys:
 def check_role(keys: Keys, role: Role | None) -> Keys:
     """Return the keys; ConfigError if they are not accepted for `role`."""
     if role and keys.role not in (role, Role.HUB, *_ALSO_GOOD.get(role, ())):
-        raise ConfigError(
-            f"it is a key of role {keys.role}, and role {role} is needed; "
-            f"`rollmesh keys add {role}` makes one"
-        )
+        remedy = f"`rollmesh keys add {role}` makes one"
+        if role is Role.HUB:
+            remedy = f"name the folder of {HUB}.json"
+        raise ConfigError(f"it is a key of role {keys.role}, and role {role} is needed; {remedy}")
     return keys
 
 

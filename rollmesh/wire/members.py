@@ -131,7 +131,8 @@ class Access:
         look_again_s: float = LOOK_AGAIN_S,
     ) -> None:
         """With `is_open`, a key that is not in the list is a worker's: for a client whose key file
-        was copied without the list. Results prove their tickets there."""
+        was copied without the list. Results prove their tickets there. ConfigError if there is a
+        list and it cannot be read."""
         self.num_refused = 0
         self._table = table
         self._is_open = is_open
@@ -151,7 +152,7 @@ class Access:
         self._names: dict[str, dict[tuple[str, str], None]] = {}
         """Names by public key, oldest first."""
         self._refusals = Occasional()
-        self._take([])
+        self._take(read_members(self._path.parent) if self._path else [])
         self.look()
 
     def look(self) -> None:

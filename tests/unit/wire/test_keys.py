@@ -1,7 +1,7 @@
 """Keys: loopback needs none, other addresses do; a mesh accepts its own members only."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import AddressError, ConfigError
+from rollmesh.scheduler.service.process import open_hub as open_scheduler_hub
+from rollmesh.serve.router.process import open_hub as open_router_hub
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import (
     KEYS_VARIABLE,
@@ -26,6 +28,7 @@ from rollmesh.wire.keys import (
     read_scheduler_keys,
     remove_member,
 )
+from rollmesh.wire.members import SINK, Access
 from rollmesh.wire.messages import ClientHello
 from rollmesh.wire.sockets import Dialer, Hub, wait
 
@@ -94,6 +97,28 @@ def test_a_key_of_another_role_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{path}: it is a key of role worker, and role operator"):
         read_keys({KEYS_VARIABLE: str(path)}, Role.OPERATOR)
     assert read_keys({KEYS_VARIABLE: str(path)}, Role.WORKER)
+    with pytest.raises(ConfigError, match=r"role hub is needed; name the folder of hub\.json"):
+        read_keys({KEYS_VARIABLE: str(path)}, Role.HUB)
+
+
+@pytest.mark.parametrize("open_hub", [open_router_hub, open_scheduler_hub])
+@pytest.mark.parametrize("name", ["keys", "keys/hub.json"])
+def test_a_hub_does_not_start_without_a_readable_list_of_members(
+    open_hub: Callable[[str], Hub], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_keys(tmp_path / "keys")
+    monkeypatch.setenv(KEYS_VARIABLE, str(tmp_path / name))
+    members = tmp_path / "keys" / "members.json"
+    members.write_text("{}")
+    with pytest.raises(ConfigError, match=f"{members}: not a list of members"):
+        open_hub("tcp://127.0.0.1:0")
+    with pytest.raises(ConfigError, match=f"{members}: not a list of members"):
+        Access(read_key_file(tmp_path / "keys", Role.PUBLISHER), SINK)
+    members.unlink()
+    with pytest.raises(ConfigError, match=f"{members}: no such file .* restore it, or move"):
+        open_hub("tcp://127.0.0.1:0")
+    with pytest.raises(ConfigError, match=f"{members}: no such file .* restore it, or move"):
+        add_member(tmp_path / "keys", Role.WORKER, "gpu-7")
 
 
 def test_a_publishers_key_serves_as_a_clients(tmp_path: Path) -> None:
