@@ -54,7 +54,7 @@ test-all: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-clients: $(STAMP) clients
-	@sh tests/clients/offline $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
+	@sh tests/clients/offline $(BIN)/python -m pytest -m clients tests/clients tests/hosts $(ARGS)
 
 test-sglang: $(STAMP) sglang
 	@$(BIN)/python -m pytest tests/contract $(ARGS)

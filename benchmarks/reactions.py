@@ -8,11 +8,19 @@
     cut_N_s        from the end of a cut of N seconds to full speed: four train steps, and rollouts
                    of each worker; each link between five hosts in turn
     one_way        the same, after 5 s in which nothing arrives at a host
+    latency        from the beginning of 200 ms of latency with 5 % loss to full speed while it
+                   lasts, and (after_latency) from its end to full speed
+    replaced_host  a host disappears: from the start of its process on another host with the same
+                   address to full speed; a process of each kind in turn
 
-Each of the first three cases is tried 30 times (5 with --quick); median and 99th percentile are
-reported. A cut of 5 s is tried three times on each link, longer ones once; --quick leaves the long
-ones out. Processes are real; the engine of the first two cases is scripted and waits in the middle
-of every turn. The hosts are network namespaces, which only root can make.
+- Each of the first three cases is tried 30 times (5 with --quick); median and 99th percentile are
+  reported. A cut of 5 s is tried three times on each link, longer ones once; --quick leaves the
+  long ones out. Latency is tried six times (twice with --quick), each replaced host three times
+  (once).
+- Processes are real; the engine of the first two cases is scripted and waits in the middle of every
+  turn. The hosts are network namespaces, which only root can make.
+- After each case with hosts, nothing may be lost or counted twice; otherwise the benchmark fails.
+
 docs/explanation/faults.md states the goals.
 """
 
@@ -27,8 +35,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +53,17 @@ from rollmesh.envs.guess import GuessEnv
 from rollmesh.launch.folder import read_pids
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.testing.engine import ScriptedEngine
-from rollmesh.testing.host_mesh import FIVE_HOSTS, LINKS, HostMesh
+from rollmesh.testing.forwarder import Forwarder
+from rollmesh.testing.host_mesh import (
+    FIVE_HOSTS,
+    LINKS,
+    REPLACED_ROLES,
+    SLOW_LINKS,
+    HostMesh,
+)
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.testing.network import HostNetwork
+from rollmesh.testing.run_history import why_not_whole
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 
 NUM_TRIES, NUM_QUICK_TRIES = 30, 5
@@ -60,8 +76,13 @@ GOALS = [
     Goal("cancel_p99_s", "<=", 1.0),
     Goal("interrupt_p99_s", "<=", 5.0),
     *(Goal(f"{name}_p99_s", "<=", 10.0) for name in ("cut_5_s", "cut_20_s", "cut_90_s", "one_way")),
+    Goal("latency_p99_s", "<=", 20.0),
+    Goal("after_latency_p99_s", "<=", 10.0),
+    Goal("replaced_host_p99_s", "<=", 10.0),
 ]
 FULL_SPEED_WITHIN_S = 120.0
+NUM_MORE = 3
+"""Steps in which the last trainer ends the run."""
 ROLLMESH = (sys.executable, "-m", "rollmesh.cli.main")
 
 
@@ -149,7 +170,13 @@ class ProcessMesh:
             await self.engine.until(condition)
 
 
-async def worker_death(num_tries: int) -> list[float]:
+Took = dict[str, list[float]]
+"""The seconds of each try, by the name of the figure."""
+Case = Callable[[int], Coroutine[Any, Any, Took]]
+"""A case of the benchmark, which takes a number of tries."""
+
+
+async def worker_death(num_tries: int) -> Took:
     """Return the seconds from each kill to the first call of the group's next attempt."""
 
     async def once(mesh: ProcessMesh) -> float:
@@ -163,16 +190,16 @@ async def worker_death(num_tries: int) -> list[float]:
         await asyncio.to_thread(mesh.start_worker)
         return took_s
 
-    return await _tries(once, num_tries)
+    return {"worker_death": await _tries(once, num_tries)}
 
 
-async def cancel(num_tries: int) -> list[float]:
+async def cancel(num_tries: int) -> Took:
     """Return the seconds from each cancel to the end of the group's calls at the engine."""
 
     async def once(mesh: ProcessMesh) -> float:
         return await mesh.cancel(await mesh.ask_and_wait())
 
-    return await _tries(once, num_tries)
+    return {"cancel": await _tries(once, num_tries)}
 
 
 async def _tries(once: Callable[[ProcessMesh], Awaitable[float]], num_tries: int) -> list[float]:
@@ -185,9 +212,9 @@ async def _tries(once: Callable[[ProcessMesh], Awaitable[float]], num_tries: int
             return took_s
 
 
-async def interrupt(num_tries: int) -> list[float]:
+async def interrupt(num_tries: int) -> Took:
     """Return the seconds from each Ctrl-C in a training demo to the end of its last process."""
-    return [await asyncio.to_thread(_interrupted) for _ in range(num_tries)]
+    return {"interrupt": [await asyncio.to_thread(_interrupted) for _ in range(num_tries)]}
 
 
 def _interrupted() -> float:
@@ -225,27 +252,36 @@ def _until(condition: Callable[[], bool], otherwise: str) -> None:
 
 
 Faults = Sequence[Callable[[HostNetwork], None]]
-Case = Callable[[int], Coroutine[Any, Any, list[float]]]
-"""A case of the benchmark: the seconds of so many tries."""
 
 
-def after_faults(faults: Faults, lasts_s: float) -> list[float]:
-    """Return the seconds to full speed after each fault of a mesh over five hosts."""
+@contextmanager
+def five_hosts(forwarder: Forwarder | None = None) -> Iterator[HostMesh]:
+    """Yield a mesh over five hosts at full speed; in the end, check that nothing of its run was
+    lost or counted twice.
+    """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = Path(folder) / "model"
         write_tiny_model(model, texts_of(GuessEnv()), TinyShape(), seed=0)
-        network = stack.enter_context(HostNetwork(dict.fromkeys(FIVE_HOSTS.values())))
+        network = stack.enter_context(HostNetwork(dict.fromkeys(FIVE_HOSTS.values()), forwarder))
         mesh = HostMesh(Path(folder), network, FIVE_HOSTS, host_settings(model))
         stack.callback(mesh.close)
         mesh.start(*FIVE_HOSTS)
         mesh.until_full_speed(FULL_SPEED_WITHIN_S)
-        took_s = []
+        yield mesh
+        if faults := why_not_whole(mesh.run, mesh.finish(NUM_MORE, FULL_SPEED_WITHIN_S)):
+            raise RuntimeError(f"the run is not whole: {'; '.join(faults)}")
+
+
+def after_faults(name: str, faults: Faults, lasts_s: float) -> Took:
+    """Return the seconds to full speed after each fault."""
+    took_s = []
+    with five_hosts() as mesh:
         for begin in faults:
-            begin(network)
+            begin(mesh.network)
             threading.Event().wait(lasts_s)
-            network.heal()
+            mesh.network.heal()
             took_s.append(mesh.until_full_speed(FULL_SPEED_WITHIN_S))
-        return took_s
+    return {name: took_s}
 
 
 def host_settings(model: Path) -> dict[str, Any]:
@@ -256,24 +292,25 @@ def host_settings(model: Path) -> dict[str, Any]:
         "model": {"path": str(model), "max_context_tokens": 512},
         "sampling": {"max_tokens": 4},
         "worker": {"max_rollouts": 16},
+        "journal": {"segment_bytes": 2**32},  # all of it is kept, for the check in the end
         "trainer": {**trainer, "max_running_groups": 4, "learning_rate": 1e-3},
     }
 
 
-def cuts(lasts_s: float, num_rounds: int) -> Case:
+def cuts(name: str, lasts_s: float, num_rounds: int) -> Case:
     """Return the case of a cut of each link, `num_rounds` times."""
     faults = [
         functools.partial(HostNetwork.cut, one=one, other=other) for one, other in LINKS
     ] * num_rounds
-    return lambda _: asyncio.to_thread(after_faults, faults, lasts_s)
+    return lambda _: asyncio.to_thread(after_faults, name, faults, lasts_s)
 
 
-async def one_way(num_tries: int) -> list[float]:
+async def one_way(num_tries: int) -> Took:
     """Return the seconds to full speed after nothing arrived at a host."""
     del num_tries
     hosts = dict.fromkeys(FIVE_HOSTS.values())
     faults = [functools.partial(nothing_arrives, host=host) for host in hosts]
-    return await asyncio.to_thread(after_faults, faults, SHORT_S)
+    return await asyncio.to_thread(after_faults, "one_way", faults, SHORT_S)
 
 
 def nothing_arrives(network: HostNetwork, host: str) -> None:
@@ -281,19 +318,50 @@ def nothing_arrives(network: HostNetwork, host: str) -> None:
     network[host].drop_from()
 
 
+def latency(num_rounds: int) -> Took:
+    """Return the seconds to full speed on slow links, and after they are fast again."""
+    slow_s, fast_s = [], []
+    with Forwarder() as forwarder, five_hosts(forwarder) as mesh:
+        for _ in range(num_rounds):
+            forwarder.set_links(**SLOW_LINKS)
+            slow_s.append(mesh.until_full_speed(FULL_SPEED_WITHIN_S))
+            forwarder.set_links()
+            fast_s.append(mesh.until_full_speed(FULL_SPEED_WITHIN_S))
+    return {"latency": slow_s, "after_latency": fast_s}
+
+
+def replaced_host(num_rounds: int) -> Took:
+    """Return the seconds to full speed after each start of a process whose host was replaced."""
+    took_s = []
+    with five_hosts() as mesh:
+        for role in REPLACED_ROLES * num_rounds:
+            mesh.replace_host(role)
+            took_s.append(mesh.until_full_speed(FULL_SPEED_WITHIN_S))
+    return {"replaced_host": took_s}
+
+
+def in_rounds(function: Callable[[int], Took], num_rounds: int) -> Case:
+    """Return the case of a function that takes a number of rounds."""
+    return lambda _: asyncio.to_thread(function, num_rounds)
+
+
 SHORT_S = 5.0
 QUICK_CASES: dict[str, Case] = {
     "worker_death": worker_death,
     "cancel": cancel,
     "interrupt": interrupt,
-    "cut_5_s": cuts(SHORT_S, 1),
+    "cut_5_s": cuts("cut_5_s", SHORT_S, 1),
     "one_way": one_way,
+    "latency": in_rounds(latency, 2),
+    "replaced_host": in_rounds(replaced_host, 1),
 }
 CASES: dict[str, Case] = {
     **QUICK_CASES,
-    "cut_5_s": cuts(SHORT_S, 3),
-    "cut_20_s": cuts(20.0, 1),
-    "cut_90_s": cuts(90.0, 1),
+    "cut_5_s": cuts("cut_5_s", SHORT_S, 3),
+    "cut_20_s": cuts("cut_20_s", 20.0, 1),
+    "cut_90_s": cuts("cut_90_s", 90.0, 1),
+    "latency": in_rounds(latency, 6),
+    "replaced_host": in_rounds(replaced_host, 3),
 }
 
 
@@ -304,9 +372,9 @@ def main() -> None:
     figures: dict[str, float] = {}
     cases = QUICK_CASES if options.quick else CASES
     for name in options.only or cases:
-        took_s = sorted(asyncio.run({**CASES, **cases}[name](num_tries)))
-        figures[f"{name}_p50_s"] = statistics.median(took_s)
-        figures[f"{name}_p99_s"] = statistics.quantiles(took_s, n=100, method="inclusive")[98]
+        for figure, took_s in asyncio.run({**CASES, **cases}[name](num_tries)).items():
+            figures[f"{figure}_p50_s"] = statistics.median(took_s)
+            figures[f"{figure}_p99_s"] = statistics.quantiles(took_s, n=100, method="inclusive")[98]
     report(options, figures, [goal for goal in GOALS if goal.figure in figures])
 
 

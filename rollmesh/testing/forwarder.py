@@ -90,6 +90,10 @@ class Forwarder:
             os.close(tun)
         os.close(self._wake)
 
+    def set_links(self, delay_s: float = 0.0, loss: float = 0.0) -> None:
+        """Change delay and loss of all links; without arguments there is neither."""
+        self.delay_s, self.loss = delay_s, loss
+
     def attach(self, address: str, tun: int) -> None:
         """Forward the packets of a host, and those for it; closes `tun` in the end."""
         with self._lock:

@@ -46,6 +46,10 @@ LINKS = (
     ("router", "engine"),
 )
 """The links between these hosts, one of each kind."""
+SLOW_LINKS = {"delay_s": 0.1, "loss": 0.05}
+"""Fault of a `Forwarder`: 200 ms there and back, and a packet in twenty is lost."""
+REPLACED_ROLES = ("worker-0", "engine-0", "router", "trainer")
+"""A process of each kind, whose host is replaced in turn."""
 KEY_OF = {"router": "hub", "trainer": "publisher", "worker": "worker"}
 """Role of the key that each kind of process needs."""
 
@@ -109,6 +113,13 @@ class HostMesh:
         """Kill a process by SIGKILL."""
         self.processes[role].kill()
         self.processes[role].wait(ENDS_WITHIN_S)
+
+    def replace_host(self, role: str) -> None:
+        """Remove a process's host as a power failure does; start the process on another host with
+        the same address."""
+        gone = self.network.vanish(self._hosts[role])
+        self.network.add(gone.name, gone.address)
+        self.start(role)
 
     def wait(self, role: str, timeout_s: float) -> int:
         """Wait for the end of a process; return its exit code. TimeoutExpired if it has none."""

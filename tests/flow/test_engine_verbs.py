@@ -22,7 +22,8 @@ from rollmesh.launch.folder import read_pids
 from rollmesh.serve.client.client import Finished, RolloutClient
 from rollmesh.serve.client.samples import cut
 from rollmesh.testing.engine import ScriptedEngine, logprob_of
-from tests.flow.trained_mesh import RunHistory, TrainedMesh, wait_for
+from rollmesh.testing.run_history import RunHistory
+from tests.flow.trained_mesh import TrainedMesh, wait_for
 from tests.flow.trained_mesh import model as model  # the fixture
 from tests.flow.worker_mesh import (
     PATIENCE_S,

@@ -16,11 +16,11 @@ import pytest
 from rollmesh.core.process import INTERRUPTED, USAGE
 from rollmesh.launch.folder import read_pids
 from rollmesh.scheduler.planning.state import PipelinePhase
+from rollmesh.testing.run_history import RunHistory
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 from tests.flow.demo import follow, read
 from tests.flow.shared_fleet import RUN, TRAINS_ON, SharedFleet, direct_handovers
 from tests.flow.test_update import Process
-from tests.flow.trained_mesh import RunHistory
 from tests.flow.trained_mesh import model as model  # the fixture
 from tests.flow.worker_mesh import look_until
 

@@ -14,7 +14,8 @@ import pytest
 
 from rollmesh.core.process import OK
 from rollmesh.envs.guess import GuessEnv
-from tests.flow.trained_mesh import RunHistory, TrainedMesh
+from rollmesh.testing.run_history import RunHistory
+from tests.flow.trained_mesh import TrainedMesh
 from tests.flow.trained_mesh import model as model  # the fixture
 
 NUM_KILLS = 5

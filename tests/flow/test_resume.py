@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from rollmesh.launch.folder import read_pids
+from rollmesh.testing.run_history import RunHistory
 from tests.flow.demo import follow, read, start
-from tests.flow.trained_mesh import RunHistory
 from tests.flow.worker_mesh import look_until
 
 SETTINGS = {"trainer.num_steps": 10_000, "trainer.checkpoint_steps": 3, "publish.lease_s": 3.0}

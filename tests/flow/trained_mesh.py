@@ -4,7 +4,6 @@
 - The state of a run is read from its files.
 """
 
-import collections
 import os
 import select
 import signal
@@ -17,16 +16,11 @@ import msgspec
 import pytest
 
 from rollmesh.core.config import Config, load_config
-from rollmesh.core.ids import GroupId
-from rollmesh.core.journal import Journal
 from rollmesh.core.process import Ready
-from rollmesh.core.types import Task
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.launch.folder import read_addresses
 from rollmesh.launch.plan import plan_serving
-from rollmesh.serve.client.journal_entries import AnyEntry, GroupAsked, Published, StepTaken
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
-from rollmesh.wire.frames import decode_ask
 
 HERE = Path(__file__).parent
 ENDS_WITHIN_S = 60.0
@@ -156,38 +150,6 @@ class TrainedMesh:
         assert self._zygote
         assert self._zygote.stdout
         return self._zygote.stdout.readline()
-
-
-class RunHistory:
-    """The client journal of a run, from its first record to its last."""
-
-    def __init__(self, run: Path) -> None:
-        self.steps: dict[int, tuple[GroupId, ...]] = {}
-        self.policy_versions: list[int] = []
-        self.asked: list[GroupId] = []
-        self.tasks: list[Task] = []
-        """Requested tasks, in the order in which they were drawn."""
-        self.num_steps_taken = collections.Counter[int]()
-        decode = msgspec.msgpack.Decoder(AnyEntry).decode
-        journal = Journal(run / "journal", segment_bytes=2**25)
-        for _, frames in journal.replay():
-            self._add(decode(frames[0]), frames[1:])
-        journal.close()
-
-    def _add(self, entry: AnyEntry, frames: list[bytes]) -> None:
-        match entry:
-            case StepTaken(step, group_ids):
-                self.num_steps_taken[step] += 1
-                self.steps[step] = group_ids
-            case Published(policy_version):
-                self.policy_versions.append(policy_version)
-            case GroupAsked(group_id):
-                self.asked.append(group_id)
-                self.tasks.append(decode_ask(frames[0]).task)
-
-    def trained(self) -> list[GroupId]:
-        """Ids of all trained groups of all steps."""
-        return [group_id for group_ids in self.steps.values() for group_id in group_ids]
 
 
 def wait_for(run: Path, role: str) -> Ready:

@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from rollmesh.testing.forwarder import Forwarder
-from rollmesh.testing.host_mesh import FIVE_HOSTS, LINKS, HostMesh
+from rollmesh.testing.host_mesh import (
+    FIVE_HOSTS,
+    LINKS,
+    REPLACED_ROLES,
+    SLOW_LINKS,
+    HostMesh,
+)
 from rollmesh.testing.network import HostNetwork
 from tests.flow.trained_mesh import model as model  # the fixture
 from tests.hosts.accounts import check_whole, settings_of
@@ -80,13 +86,11 @@ def test_nothing_is_lost_or_doubled_by_delay_and_by_hosts_that_are_replaced(
     forwarder = stack.enter_context(Forwarder())
     network = stack.enter_context(HostNetwork(dict.fromkeys(FIVE_HOSTS.values()), forwarder))
     mesh = started(stack, tmp_path, model, network)
-    forwarder.delay_s, forwarder.loss = 0.1, 0.05
+    forwarder.set_links(**SLOW_LINKS)
     recover(mesh, "200 ms and 5 % of the packets lost")
-    forwarder.delay_s, forwarder.loss = 0.0, 0.0
+    forwarder.set_links()
     recover(mesh, "no delay")
-    for role in ("worker-0", "engine-0", "router", "trainer"):
-        gone = network.vanish(FIVE_HOSTS[role])
-        network.add(FIVE_HOSTS[role], gone.address)
-        mesh.start(role)
+    for role in REPLACED_ROLES:
+        mesh.replace_host(role)
         recover(mesh, f"another host of {role}", STARTS_WITHIN_S)
     check_whole(mesh.run, mesh.finish(NUM_MORE, STARTS_WITHIN_S))

@@ -22,10 +22,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from rollmesh.launch.folder import read_pids
+from rollmesh.testing.run_history import RunHistory
 from rollmesh.trainer.controller.hub import MODULE
 from tests.flow.demo import Running, follow, read
 from tests.flow.test_run import kept, logprob_gaps
-from tests.flow.trained_mesh import RunHistory
 from tests.flow.trained_mesh import model as model  # the fixture
 from tests.security.test_isolation import mode as mode  # the fixture
 from tests.security.test_isolation import processes_named
