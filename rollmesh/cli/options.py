@@ -18,6 +18,7 @@ from rollmesh.core.model_folders import resolve_model
 from rollmesh.core.secret_files import process_engine_key
 from rollmesh.core.share import Share, fleet_keys, token_file
 from rollmesh.wire.keys import KEYS_VARIABLE, use_scheduler_keys
+from rollmesh.wire.sockets import set_silence_timeout
 
 
 def parser(verb: str, description: str) -> argparse.ArgumentParser:
@@ -153,11 +154,12 @@ def config_of(options: argparse.Namespace, defaults: dict[str, Any] | None = Non
     """Load the settings of `--config` and `--set` over `defaults`; ConfigError in one line.
 
     A Hub id in model.path is replaced by its folder in the local cache. Files that the process
-    writes from now on have the permissions of run.mode.
+    writes from now on have the permissions of run.mode, and its connections the times of [network].
     """
     process_engine_key()  # reports a broken key at the start, and not at the first request
     config = load_config(options.config, options.overrides, defaults)
     files.set_file_mode(config.run.mode)
+    set_silence_timeout(config.network.silence_timeout_s)
     model = msgspec.structs.replace(config.model, path=resolve_model(config.model.path))
     return msgspec.structs.replace(config, model=model)
 

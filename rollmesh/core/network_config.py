@@ -1,18 +1,31 @@
-"""Settings of this machine's address, and of the endpoint of agents."""
+"""Settings of this machine's address and connections, and of the endpoint of agents."""
 
 from rollmesh.core.addresses import why_no_public_url, why_not_advertised
 from rollmesh.core.config_section import NonNegativeSeconds, Positive, PositiveSeconds, Section
 
+LEAST_SILENCE_S, MOST_SILENCE_S = 3.0, 3600.0
+"""Keepalive has whole seconds, and a busy link may lose two packets in a row."""
+
 
 class NetworkConfig(Section, frozen=True):
-    """The address of this machine for the others."""
+    """The address of this machine for the others, and its connections to them."""
 
     advertise: str = ""
     """Host name or IP address of this machine that processes on other machines are given for its
     listeners, unless these listen on loopback (default: the address at which each listens; on
     0.0.0.0, this machine's address on the route to the peer)."""
+    silence_timeout_s: PositiveSeconds = 10.0
+    """Seconds after which a connection for messages or requests whose other machine does not
+    acknowledge anything is closed and opened again, 3 to 3600; more on links with longer
+    interruptions, such as migrations of virtual machines. Heartbeats do not depend on it: the
+    other machine's kernel acknowledges for a process that is busy or stopped (default: 10)."""
 
     def __post_init__(self) -> None:
+        timeout_s = self.silence_timeout_s
+        if not LEAST_SILENCE_S <= timeout_s <= MOST_SILENCE_S:
+            raise ValueError(
+                f"silence_timeout_s = {timeout_s:g}: use {LEAST_SILENCE_S:g} to {MOST_SILENCE_S:g}"
+            )
         if self.advertise and (why := why_not_advertised(self.advertise)):
             raise ValueError(f"advertise: {why}")
 

@@ -11,7 +11,7 @@
   then ends in LocalShortage, so that callers do not blame the engine. A connection of the same
   origin that becomes idle meanwhile carries the call.
 - There is no time limit on an answer: the caller closes the call. A peer that lost power or is cut
-  off is an error after DEAD_S.
+  off is an error after network.silence_timeout_s.
 """
 
 import asyncio

@@ -31,7 +31,7 @@ STEP_BYTES: Final = 2**16
 CONNECTION_CLOSED: Final = "hung up"
 IDLE_S, PROBE_S, DEAD_S = 30, 10, 60
 """The kernel probes a peer that is silent for IDLE_S every PROBE_S, and closes its connection after
-DEAD_S. Longer than for messages: a transfer that is cut off begins again."""
+DEAD_S. Longer than network.silence_timeout_s: a transfer that is cut off begins again."""
 
 
 class FramedSocket:

@@ -19,12 +19,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from rollmesh.core.errors import AddressError, WireError
 from rollmesh.core.heap import SOME_FREED_BYTES, note_freed
+from rollmesh.core.network_config import NetworkConfig
 from rollmesh.wire.frames import Buffer, Packet, decode, encode
 from rollmesh.wire.keys import KEYS_VARIABLE, Keys, check_bind
 from rollmesh.wire.machine import unpack_news
@@ -40,11 +42,9 @@ sent as several frames (frames.py)."""
 MAX_MESSAGE_BYTES = 2**30
 """Bytes of all frames of a message. A longer one is skipped after its arrival: zmq gathers all
 frames of a message before it delivers the first."""
-IDLE_S, PROBE_S, DEAD_S = 4, 2, 10
-"""The kernel probes a peer that is silent for IDLE_S every PROBE_S, and closes its connection after
-DEAD_S (tcp(7), keepalive and TCP_USER_TIMEOUT): the peer lost power or the network is cut. TCP
-doubles the pause before each repetition, so an old connection would be silent for as long again
-after a cut; a new one is not. A stopped process stays connected: its kernel answers."""
+IDLE_FRACTION, PROBE_FRACTION = 0.4, 0.2
+"""The silence before the kernel probes a peer, and the interval of its probes (tcp(7), keepalive),
+as fractions of network.silence_timeout_s."""
 CONNECT_TIMEOUT_S = 2.0
 """A Dialer's attempt to connect ends after this and the next begins, for the same reason."""
 HANDSHAKE_S = 10.0
@@ -61,6 +61,37 @@ FRAME_COST_BYTES = 64
 """Approximate overhead of a frame."""
 _DONTWAIT, _POLLIN = int(zmq.DONTWAIT), int(zmq.POLLIN)
 _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
+
+
+class SilenceTimes(NamedTuple):
+    """When the kernel closes a connection whose other end is silent: the peer lost power or the
+    network is cut.
+
+    TCP doubles the pause before each repetition, so an old connection would be silent for as long
+    again after a cut; a new one is not. A stopped process stays connected: its kernel answers.
+    """
+
+    idle_s: int
+    probe_s: int
+    num_probes: int
+    dead_ms: int
+    """Also the limit for sent data that is not acknowledged (TCP_USER_TIMEOUT)."""
+
+
+def silence_times(timeout_s: float) -> SilenceTimes:
+    """Return the times of connections that are closed after this silence, at least 3 s."""
+    idle_s, probe_s = round(IDLE_FRACTION * timeout_s), round(PROBE_FRACTION * timeout_s)
+    num_probes = round((timeout_s - idle_s) / probe_s)
+    return SilenceTimes(idle_s, probe_s, num_probes, round(timeout_s * 1000))
+
+
+_silence = silence_times(NetworkConfig().silence_timeout_s)
+
+
+def set_silence_timeout(timeout_s: float) -> None:
+    """Set network.silence_timeout_s for the connections that this process opens from now on."""
+    global _silence  # noqa: PLW0603 - like the umask, it is one of the process
+    _silence = silence_times(timeout_s)
 
 
 class WakeSignal:
@@ -307,12 +338,12 @@ def wait(sockets: Sequence[Hub | Dialer], doorbell: WakeSignal | None, timeout_s
 
 
 def notice_death(connected: socket.socket) -> None:
-    """Make the kernel close a TCP connection whose other end has been silent for DEAD_S."""
+    """Make the kernel close a TCP connection whose other end has been silent for too long."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_S * 1000)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _silence.idle_s)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _silence.probe_s)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _silence.dead_ms)
 
 
 def _departures_of(socket: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":
@@ -340,10 +371,10 @@ def _open(kind: int, max_frame_bytes: int) -> "zmq.Socket[bytes]":
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, IDLE_S)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, PROBE_S)
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, (DEAD_S - IDLE_S) // PROBE_S)
-    socket.setsockopt(zmq.TCP_MAXRT, DEAD_S * 1000)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _silence.idle_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _silence.probe_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _silence.num_probes)
+    socket.setsockopt(zmq.TCP_MAXRT, _silence.dead_ms)
     return socket
 
 

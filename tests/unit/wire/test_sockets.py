@@ -1,5 +1,6 @@
 """Hub and Dialer on real loopback sockets: nothing blocks, nothing malformed is fatal."""
 
+import argparse
 import asyncio
 import os
 import select
@@ -16,7 +17,9 @@ import psutil
 import pytest
 import zmq
 
-from rollmesh.core.errors import AddressError
+from rollmesh.cli.options import config_of
+from rollmesh.core.config import load_config
+from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.wire import sockets
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import ClientBeat, ClientHello, RouterHello
@@ -303,6 +306,38 @@ def test_a_socket_that_cannot_be_opened_is_an_error_in_one_line() -> None:
     assert done.stdout == (
         "no socket can be opened: too many open files; raise the limit: ulimit -n\n"
     )
+
+
+def silence_options() -> tuple[dict[str, int], dict[str, int]]:
+    """The silence options of a socket of messages, and of an HTTP connection."""
+    with closing(Dialer("tcp://127.0.0.1:9", "dialer")) as dialer, socket.socket() as connected:
+        sockets.notice_death(connected)
+        of_zmq = zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_INTVL, zmq.TCP_KEEPALIVE_CNT
+        idle, probe, num_probes = [int(dialer.socket.getsockopt(each)) for each in of_zmq]
+        dead_ms = int(dialer.socket.getsockopt(zmq.TCP_MAXRT))
+        assert idle + probe * num_probes == dead_ms // 1000
+        names = {"idle": socket.TCP_KEEPIDLE, "probe": socket.TCP_KEEPINTVL}
+        names["dead_ms"] = socket.TCP_USER_TIMEOUT
+        http = {key: connected.getsockopt(socket.IPPROTO_TCP, at) for key, at in names.items()}
+        return {"idle": idle, "probe": probe, "dead_ms": dead_ms}, http
+
+
+def test_the_time_until_a_silent_connection_is_closed_is_a_setting() -> None:
+    options = argparse.Namespace(config=None, overrides=["network.silence_timeout_s=60"])
+    try:
+        config_of(options)
+        slow = silence_options()
+    finally:
+        options.overrides.clear()
+        config_of(options)
+    assert slow == ({"idle": 24, "probe": 12, "dead_ms": 60_000},) * 2
+    assert silence_options() == ({"idle": 4, "probe": 2, "dead_ms": 10_000},) * 2
+
+
+@pytest.mark.parametrize("value", ["2.9", "3601"])
+def test_the_time_until_a_silent_connection_is_closed_has_limits(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"silence_timeout_s = .*: use 3 to 3600"):
+        load_config(None, [f"network.silence_timeout_s={value}"])
 
 
 def test_a_closed_wake_signal_does_not_touch_a_reused_descriptor(tmp_path: Path) -> None:
