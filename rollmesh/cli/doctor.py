@@ -9,6 +9,7 @@ The exit code is 2 if a check failed, else 0.
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,9 +22,20 @@ from rollmesh.cli.options import (
     parser,
     set_model,
 )
-from rollmesh.core.errors import AddressError, UserError
+from rollmesh.core.addresses import split_address
+from rollmesh.core.errors import AddressError, ModelError, SessionError, UserError
 from rollmesh.core.process import OK, USAGE
-from rollmesh.launch.doctor.findings import Finding, Level, MachinePlan, Part, fail, failed, ok
+from rollmesh.core.text import printable_json
+from rollmesh.launch.doctor.findings import (
+    Finding,
+    Level,
+    MachinePlan,
+    Part,
+    fail,
+    failed,
+    ok,
+    warn,
+)
 from rollmesh.launch.doctor.host import (
     check_addresses,
     check_folder,
@@ -35,12 +47,19 @@ from rollmesh.launch.doctor.host import (
     check_space,
     size_of,
 )
-from rollmesh.launch.doctor.mesh import check_engines, check_model, check_router
+from rollmesh.launch.doctor.mesh import (
+    check_engines,
+    check_model,
+    check_reach,
+    check_router,
+    check_sglang,
+)
 from rollmesh.runtime.chat import ChatMessage
-from rollmesh.runtime.tokens.families import choose_family
-from rollmesh.runtime.tokens.tokenizer import load_tokenizer
+from rollmesh.runtime.tokens.families import Family, TemplateRenderer, choose_family
+from rollmesh.runtime.tokens.tokenizer import Tokenizer, load_tokenizer
 
 TEXT = "Guess 42: caf\u00e9, \u4f60\u597d,\n\tline two"
+OF_THE_MODEL = "take the folder's files from the model's own repository"
 
 
 def main(argv: list[str]) -> int:
@@ -52,7 +71,7 @@ def main(argv: list[str]) -> int:
         if not options.is_json:
             print(each.line, flush=True)
     if options.is_json:
-        print(msgspec.json.encode(findings).decode())
+        print(printable_json(msgspec.json.encode(findings).decode()))
     return USAGE if any(each.level is Level.FAIL for each in findings) else OK
 
 
@@ -98,8 +117,11 @@ def _findings(options: argparse.Namespace) -> Iterator[Finding]:
         yield from check_tokenizer(plan)
     yield from check_space(plan, size_of(Path(plan.config.model.path)))
     yield from check_gpus(plan)
+    yield from check_sglang(plan)
     urls = plan.config.engine.urls
-    if plan.router and all(each.level is Level.OK for each in findings):
+    unreached = check_reach(plan) if plan.router else []
+    yield from unreached
+    if plan.router and not unreached and all(each.level is Level.OK for each in findings):
         seen, answer = check_router(plan, keys)
         yield from seen
         urls = tuple(dict.fromkeys((*urls, *(answer.engines if answer else ()))))
@@ -113,7 +135,8 @@ def plan_of(options: argparse.Namespace) -> MachinePlan:
     """Return what the options name; UserError for wrong settings or parts."""
     set_model(options)
     config = config_of(options, model_defaults(options))
-    if options.router and not options.router.startswith("tcp://"):
+    host, port = split_address(options.router)
+    if options.router and not (options.router.startswith("tcp://") and host and port.isdecimal()):
         raise AddressError(f"--router {options.router}: write it as tcp://HOST:PORT")
     named = options.parts or ("worker" if options.router else ",".join(Part))
     try:
@@ -137,15 +160,72 @@ def check_tokenizer(plan: MachinePlan) -> Iterator[Finding]:
         messages = [ChatMessage("user", TEXT).for_template()]
         prompt = family.renderer.render_ids(messages, tools=None, add_generation_prompt=True)
         stops = family.renderer.get_stop_token_ids()
-    except (UserError, ValueError, KeyError, TypeError) as error:
-        yield failed(check, error)
+        ends = _ends_of_engines(Path(path))
+    except (UserError, SessionError, ValueError, KeyError, TypeError) as error:
+        yield failed(check, error, OF_THE_MODEL)
         return
     if TEXT not in tokenizer.decode(prompt):
         why = f"a chat in the format of model.renderer = {renderer} loses its text"
         yield fail(check, why, 'set model.renderer = "template"')
-    elif not stops:
-        why = f"the format of model.renderer = {renderer} has no stop token"
-        yield fail(check, why, "name eos_token in tokenizer_config.json")
-    else:
-        shown = ", ".join(repr(tokenizer.decode([each])) for each in stops)
-        yield ok(check, f"a chat of {len(prompt)} tokens reads the same; stops at {shown}")
+        return
+    if fault := _fault_of_stops(family, tokenizer, stops, ends):
+        yield fault
+        return
+    shown = _shown(tokenizer, stops)
+    yield ok(check, f"a chat of {len(prompt)} tokens reads the same; stops at {shown}")
+
+
+def _ends_of_engines(folder: Path) -> list[int]:
+    """Return the tokens at which engines end a turn by the model's own files."""
+    ends: list[int] = []
+    for path in (folder / "config.json", folder / "generation_config.json"):
+        if not path.is_file():
+            continue
+        try:
+            eos = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]).get("eos_token_id")
+        except msgspec.MsgspecError as error:
+            raise ModelError(f"{path}: not a JSON object: {error}") from None
+        found = eos if isinstance(eos, list) else [eos]
+        ends += [each for each in found if isinstance(each, int)]
+    return list(dict.fromkeys(ends))
+
+
+def _fault_of_stops(
+    family: Family, tokenizer: Tokenizer, stops: list[int], ends: list[int]
+) -> Finding | None:
+    """Compare the stop tokens of the chat format with the vocabulary, the engines' and the
+    template's.
+    """
+    check = "stop tokens"
+    if not stops:
+        why = "the chat format has none"
+        return fail(check, why, "name eos_token in tokenizer_config.json")
+    if unknown := [each for each in (*stops, *ends) if not tokenizer.decode([each])]:
+        why = f"eos_token_id is {unknown[0]}, which tokenizer.json does not have"
+        return fail(check, why, OF_THE_MODEL)
+    if ends and not set(ends) & set(stops):
+        why = f"the chat format ends turns at {_shown(tokenizer, stops)}, and engines end them at "
+        remedy = "correct eos_token_id in generation_config.json and config.json"
+        return warn(check, f"{why}{_shown(tokenizer, ends)}", remedy)
+    if closing := _closing(family, tokenizer, stops):
+        why = f"the chat template ends turns by {closing!r}, and sampling stops only at "
+        remedy = "add its token to eos_token_id in generation_config.json"
+        return warn(check, f"{why}{_shown(tokenizer, stops)}", remedy)
+    return None
+
+
+def _closing(family: Family, tokenizer: Tokenizer, stops: list[int]) -> str:
+    """Return the text by which the model's own template ends a turn, if no stop token is in it."""
+    if not isinstance(family.renderer, TemplateRenderer):
+        return ""
+    chat = [ChatMessage("user", "x").for_template(), ChatMessage("assistant", TEXT).for_template()]
+    try:
+        ids = family.renderer.render_ids(chat)
+    except SessionError:
+        return ""
+    closing = tokenizer.decode(ids).rpartition(TEXT)[2]
+    return "" if set(tokenizer.encode(closing)) & set(stops) else closing.strip()
+
+
+def _shown(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return ", ".join(repr(tokenizer.decode([each])) for each in ids)

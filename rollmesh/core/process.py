@@ -27,6 +27,7 @@ import msgspec
 from rollmesh.core.addresses import advertised, is_wildcard, with_host
 from rollmesh.core.errors import AddressError
 
+MAX_PORT = 65_535
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; a fault; a mistake that the user can fix, explained in one line; stopped by a
 signal before it was done (launch restarts the process unless it sent the signal).
@@ -107,10 +108,16 @@ def _bound(bind: str, make: Callable[..., socket.socket], **options: int) -> soc
     host, _, port = bind.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if not port.isdecimal() or int(port) > MAX_PORT:
+        raise AddressError(
+            f"{bind}: cannot listen there: its port is not a number up to {MAX_PORT}; "
+            "write it as HOST:PORT"
+        )
     try:
         return make((host, int(port)), family=family, **options)
-    except (OSError, ValueError, OverflowError) as error:
+    except (OSError, ValueError) as error:
         why = str(getattr(error, "strerror", None) or error).lower()
+        why = why.partition(" (while attempting")[0]  # create_server repeats the address
         raise AddressError(f"{bind}: cannot listen there: {why}; choose another") from None
 
 

@@ -337,7 +337,9 @@ def keys_of_run(run: Path, role: Role) -> Keys | None:
     """Return the keys of a role in a run folder; None if the run has none."""
     folder = run / RUN_KEYS
     if not run.is_dir():
-        raise ConfigError(f"--run {run}: no such run folder")
+        raise ConfigError(
+            f"--run {run}: no such run folder; name a run's folder, such as {RUNS / 'mesh'}"
+        )
     return read_key_file(folder, role) if has_keys(run) else None
 
 

@@ -1,95 +1,42 @@
 """`rollmesh doctor` names what is broken on this machine, with a remedy, and passes what works."""
 
-import asyncio
-import email.utils
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
-from rollmesh.core.process import OK, USAGE
-from rollmesh.launch.doctor.host import KEPT_CHECKPOINTS, KEPT_WEIGHTS, kind_of, size_of
-from rollmesh.launch.doctor.mesh import TESTED_SGLANG
-from rollmesh.testing.model_folder import write_model_folder
+from rollmesh.cli.doctor import check_tokenizer
+from rollmesh.core.process import USAGE
+from rollmesh.launch.doctor.findings import Finding, Level, Part
+from rollmesh.launch.doctor.host import (
+    KEPT_CHECKPOINTS,
+    KEPT_WEIGHTS,
+    check_addresses,
+    check_keys,
+    check_ports,
+    kind_of,
+    memory_limit,
+    size_of,
+)
 from rollmesh.trainer.checkpoints.store import KEEP
 from rollmesh.trainer.weights.folder import KEPT_VERSIONS
-from rollmesh.wire.keys import KEYS_VARIABLE, Role, add_member, new_keys, remove_member
-from tests.flow.worker_mesh import Process, running
-
-SETTINGS = """
-env = "guess"
-[run]
-folder = "{folder}/runs"
-[model]
-path = "{folder}/model"
-max_context_tokens = 64
-[journal]
-max_bytes = 1048576
-"""
-ROOT = Path(__file__).parents[2]
-UNSHARE = shutil.which("unshare") or ""
-needs_mounts = pytest.mark.skipif(
-    os.geteuid() != 0 or not UNSHARE, reason="only root can mount a small disk, by unshare"
+from rollmesh.wire.keys import KEYS_VARIABLE, new_keys
+from tests.flow.doctor import (
+    ROOT,
+    UNSHARE,
+    check_bad,
+    doctor,
+    head_of,
+    needs_mounts,
+    plan_of,
 )
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    (tmp_path / "mesh.toml").write_text(SETTINGS.format(folder=tmp_path))
-    write_model_folder(tmp_path / "model")
-    (tmp_path / "model/model.safetensors").write_bytes(head_of(1000) + bytes(2000))
-    return tmp_path
-
-
-def head_of(num_values: int) -> bytes:
-    """The head of a safetensors file; the values are left out."""
-    size = 2 * num_values
-    head = {"w": {"dtype": "BF16", "shape": [num_values], "data_offsets": [0, size]}}
-    text = json.dumps(head).encode()
-    return len(text).to_bytes(8, "little") + text
-
-
-class Report:
-    """The output of the verb."""
-
-    def __init__(self, code: int, lines: list[str]) -> None:
-        self.code = code
-        self.lines = lines
-
-    def of(self, level: str, check: str) -> str:
-        """The line of this level and check."""
-        found = [each for each in self.lines if each.startswith(f"{level:<4} {check}")]
-        assert found, "\n".join(self.lines)
-        return found[0]
-
-    @property
-    def failures(self) -> list[str]:
-        return [each for each in self.lines if each.startswith("FAIL")]
-
-
-def doctor(home: Path, *more: str, before: tuple[str, ...] = (), **env: str) -> Report:
-    argv = [*before, sys.executable, "-m", "rollmesh.cli.main", "doctor", "mesh.toml", *more]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **env}
-    done = subprocess.run(
-        argv, cwd=home, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
-    report = Report(done.returncode, done.stdout.splitlines())
-    assert done.returncode == (USAGE if report.failures else OK), done.stderr
-    for line in report.lines:
-        assert line.startswith(("ok   ", "warn ", "FAIL "))
-        assert line.startswith("ok") or line.rpartition(": ")[2], line
-    return report
+from tests.flow.doctor import home as home  # the fixture
 
 
 def test_a_machine_that_can_run_the_mesh_passes(home: Path) -> None:
@@ -100,14 +47,15 @@ def test_a_machine_that_can_run_the_mesh_passes(home: Path) -> None:
     assert list(home.glob("**/.rollmesh-doctor*")) == []
 
 
-def test_json_has_the_same_results(home: Path) -> None:
+def test_a_gpu_that_is_not_there_fails_and_json_has_the_same_results(home: Path) -> None:
     argv = [sys.executable, "-m", "rollmesh.cli.main", "doctor", "mesh.toml", "--json"]
-    argv += ["--set", "trainer.device=cuda"]
+    argv += ["--set", "trainer.device=cuda:1"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(argv, cwd=home, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == USAGE
     [gpu] = [each for each in json.loads(done.stdout) if each["level"] == "FAIL"]
-    assert (gpu["check"], bool(gpu["text"]), bool(gpu["remedy"])) == ("gpu", True, True)
+    assert (gpu["check"], bool(gpu["remedy"])) == ("gpu", True)
+    assert gpu["text"] == "trainer.device = cuda:1 needs 2, and torch sees 0"
 
 
 def test_an_old_package_is_named(home: Path) -> None:
@@ -120,13 +68,59 @@ def test_an_old_package_is_named(home: Path) -> None:
     assert "pip install 'rollmesh[train]'" in line
 
 
+def test_an_old_python_and_missing_packages_are_named(home: Path) -> None:
+    needed = home / "site/rollmesh-1.dist-info"
+    needed.mkdir(parents=True)
+    (needed / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: rollmesh\nVersion: 1\nRequires-Python: >=9.1\n"
+        "Requires-Dist: no-such-package-1>=2\nRequires-Dist: pyzmq>=9000\n"
+        "Requires-Dist: no-such-package-2; extra == 'train'\n"
+        "Requires-Dist: no-such-package-3; extra == 'ray'\n"
+    )
+    paths = os.pathsep.join([str(home / "site"), str(ROOT)])
+    report = doctor(home, PYTHONPATH=paths)
+    assert "rollmesh needs >=9.1; install Python >=9.1" in report.of("FAIL", "python")
+    line = report.of("FAIL", "packages")
+    assert "no-such-package-1 is missing, pyzmq is " in line
+    assert "and must be >=9000, no-such-package-2 is missing; pip install" in line
+
+
+def test_an_unknown_setting_or_a_missing_file_is_one_line(home: Path) -> None:
+    text = (home / "mesh.toml").read_text()
+    (home / "mesh.toml").write_text(f"rooter = 1\n{text}")
+    for path, word in (("mesh.toml", "'rooter'"), ("none.toml", "`rollmesh init` writes one")):
+        argv = [sys.executable, "-m", "rollmesh.cli.main", "doctor", path]
+        done = subprocess.run(argv, cwd=home, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (USAGE, "")
+        [line] = done.stderr.splitlines()
+        assert word in line
+
+
 @pytest.mark.parametrize("key", ["router.bind", "trainer.bind", "router.http_bind"])
 def test_a_taken_port_is_named_with_its_setting(home: Path, key: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         scheme = "" if key == "router.http_bind" else "tcp://"
         bind = f"{scheme}127.0.0.1:{other.getsockname()[1]}"
-        line = doctor(home, "--set", f"{key}={bind}").of("FAIL", "ports")
-    assert f"{key} = {bind}: cannot listen there: address already in use" in line
+        found = list(check_ports(plan_of(home, f"{key}={bind}")))
+    [failure] = [each for each in found if each.level is not Level.OK]
+    words = f"{key} = {bind}: cannot listen there: address already in use", "ss -ltnp"
+    check_bad(failure, Level.FAIL, *words)
+
+
+@pytest.mark.parametrize(
+    ("bind", "why"),
+    [
+        ("tcp://192.0.2.1:5555", "cannot assign requested address"),
+        ("tcp://no-such-host.invalid:5555", "not known"),
+        ("tcp://127.0.0.1:99999", "not a number up to 65535"),
+        ("tcp://127.0.0.1", "not a number up to 65535"),
+    ],
+)
+def test_an_address_where_this_machine_cannot_listen_is_named(
+    home: Path, bind: str, why: str
+) -> None:
+    [found] = check_ports(plan_of(home, f"trainer.bind={bind}", parts=(Part.TRAINER,)))
+    check_bad(found, Level.FAIL, f"trainer.bind = {bind}: cannot listen there: ", why)
 
 
 def test_a_public_status_without_a_token_and_a_public_dashboard_fail(home: Path) -> None:
@@ -137,29 +131,51 @@ def test_a_public_status_without_a_token_and_a_public_dashboard_fail(home: Path)
 
 
 def test_an_advertised_host_that_others_cannot_use_is_named(home: Path) -> None:
-    line = doctor(home, "--set", "network.advertise=no-such-host.invalid").of("FAIL", "addresses")
-    assert "network.advertise = no-such-host.invalid" in line
-    line = doctor(home, "--set", "network.advertise=localhost").of("warn", "addresses")
-    assert "localhost" in line
+    [found] = check_addresses(plan_of(home, "network.advertise=no-such-host.invalid"))
+    check_bad(found, Level.FAIL, "network.advertise = no-such-host.invalid")
+    [found] = check_addresses(plan_of(home, "network.advertise=localhost"))
+    check_bad(found, Level.WARN, "network.advertise = localhost is 127.0.0.1 here")
 
 
 def test_one_public_url_for_several_workers_fails(home: Path) -> None:
-    url = "interception.public_url=https://agents.example"
-    assert "{port}" in doctor(home, "--set", url).of("FAIL", "addresses")
+    plan = plan_of(home, "interception.public_url=https://agents.example", parts=(Part.WORKER,))
+    [found] = check_addresses(plan)
+    check_bad(found, Level.FAIL, "{port}", "{host}")
 
 
-def test_a_key_file_that_others_read_or_of_another_role_fails(home: Path) -> None:
+def test_a_key_file_that_others_read_or_of_another_role_fails(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     new_keys(home / "keys")
     worker = home / "keys/worker.json"
-    parts = "--parts", "worker"
-    assert doctor(home, *parts, ROLLMESH_KEYS=str(worker)).of("ok", "keys: worker")
+    plan = plan_of(home, parts=(Part.WORKER,))
+
+    def found(path: Path) -> Finding:
+        monkeypatch.setenv(KEYS_VARIABLE, str(path))
+        [finding], _ = check_keys(plan)
+        return finding
+
+    assert found(worker).line == "ok   keys: worker: worker, of role worker"
     worker.chmod(0o644)
-    line = doctor(home, *parts, ROLLMESH_KEYS=str(worker)).of("FAIL", "keys")
-    assert line.endswith(f"chmod 600 {worker}")
-    client = home / "keys/client.json"
-    line = doctor(home, *parts, ROLLMESH_KEYS=str(client)).of("FAIL", "keys")
-    assert "rollmesh keys add worker" in line
-    assert doctor(home, *parts, ROLLMESH_KEYS=str(home / "none")).of("FAIL", "keys")
+    check_bad(found(worker), Level.FAIL, f"chmod 600 {worker}")
+    check_bad(found(home / "keys/client.json"), Level.FAIL, "rollmesh keys add worker")
+    check_bad(found(home / "none"), Level.FAIL, f"{home}/none: no such file", "keys export")
+    (home / "text").write_text("key")
+    (home / "text").chmod(0o600)
+    check_bad(found(home / "text"), Level.FAIL, "not a key file", "keys export")
+
+
+def test_a_worker_without_a_key_and_a_run_that_is_not_there_are_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEYS_VARIABLE, raising=False)
+    plan = plan_of(home, parts=(Part.WORKER,))
+    [found], _ = check_keys(plan)
+    check_bad(found, Level.WARN, "worker: no key file is named", KEYS_VARIABLE)
+    everything = plan_of(home)
+    lost = msgspec.structs.replace(everything, run=home / "runs/none")
+    [found], _ = check_keys(lost)
+    check_bad(found, Level.FAIL, f"--run {home}/runs/none: no such run folder")
 
 
 def test_too_few_open_files_fail(home: Path) -> None:
@@ -183,7 +199,7 @@ def test_a_small_disk_fails_and_one_in_memory_is_a_warning(home: Path, place: st
     (home / "runs").mkdir()
     script = f'mount -t tmpfs -o size=64k none {home / place} && exec "$0" "$@"'
     report = doctor(home, before=(UNSHARE, "--mount", "sh", "-c", script))
-    assert "are free" in report.of("FAIL", "disk" if place == "runs" else "/dev/shm")
+    assert "are free" in report.of("FAIL", f"disk {home / place}")
     if place == "runs":
         assert "tmpfs" in report.of("warn", "run folder")
 
@@ -191,6 +207,56 @@ def test_a_small_disk_fails_and_one_in_memory_is_a_warning(home: Path, place: st
 def test_the_kind_of_file_system_is_that_of_the_nearest_mount(tmp_path: Path) -> None:
     assert kind_of(Path("/proc/self")) == "proc"
     assert kind_of(tmp_path) not in ("", "proc")
+
+
+MOUNTS = """
+22 1 8:1 / / rw - ext4 /dev/sda1 rw
+30 22 0:40 / /data rw shared:7 - nfs4 server:/data rw
+31 30 8:2 / /data/a\\040disk\\134\u00e9 rw - xfs /dev/sdb1 rw
+"""
+
+
+def test_the_kind_of_file_system_is_read_from_the_mounts(tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTS.lstrip())
+    places = {"/home": "ext4", "/data/runs": "nfs4", "/data/a disk\\\u00e9/runs": "xfs"}
+    assert {each: kind_of(Path(each), mounts) for each in places} == places
+    assert kind_of(tmp_path, tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits"),
+    [
+        ("0::/pod/run", {"pod/run/memory.max": "max", "pod/memory.max": "4096"}),
+        ("0::/", {"memory.max": "4096"}),
+        ("4:memory:/job\n0::/", {"memory/job/memory.limit_in_bytes": "4096"}),
+        # A container has its own group as the root, and the host's path of it.
+        ("4:memory:/docker/1f", {"memory/memory.limit_in_bytes": "4096"}),
+    ],
+)
+def test_the_memory_limit_is_the_least_of_the_cgroups(
+    tmp_path: Path, groups: str, limits: dict[str, str]
+) -> None:
+    (tmp_path / "cgroup").write_text(f"{groups}\n")
+    for name, text in limits.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(f"{text}\n")
+    assert memory_limit(tmp_path / "cgroup", tmp_path / "fs") == 4096
+    assert memory_limit(tmp_path / "cgroup", tmp_path / "none") > 2**28
+
+
+@needs_mounts
+def test_a_run_folder_on_a_network_disk_and_a_small_cgroup_are_named(home: Path) -> None:
+    (home / "mounts").write_text(f"22 1 0:40 / {home} rw - nfs4 server:/home rw\n")
+    (home / "group").write_text("0::/\n")
+    (home / "fs").mkdir()
+    (home / "fs/memory.max").write_text(f"{2**26}\n")
+    pairs = {"mounts": "/proc/$$/mountinfo", "group": "/proc/$$/cgroup", "fs": "/sys/fs/cgroup"}
+    binds = [f"mount --bind {home / each} {place}" for each, place in pairs.items()]
+    script = " && ".join([*reversed(binds), 'exec "$0" "$@"'])
+    report = doctor(home, before=(UNSHARE, "--mount", "sh", "-c", script))
+    assert "is on nfs4, where syncing is slow" in report.of("warn", "run folder")
+    assert "0.06 GiB are allowed" in report.of("FAIL", "memory")
 
 
 def test_a_model_that_is_too_large_for_disk_and_memory_fails(home: Path) -> None:
@@ -205,126 +271,12 @@ def test_room_is_for_what_the_trainer_keeps() -> None:
     assert (KEPT_CHECKPOINTS, KEPT_WEIGHTS) == (KEEP + 1, KEPT_VERSIONS + 1)
 
 
-def test_a_gpu_that_is_not_there_fails(home: Path) -> None:
-    line = doctor(home, "--set", "trainer.device=cuda:1").of("FAIL", "gpu")
-    assert "trainer.device = cuda:1 needs 2, and torch sees 0" in line
-
-
 def test_a_model_folder_without_tokenizer_or_with_a_lossy_one_fails(home: Path) -> None:
     path = home / "model/tokenizer.json"
     spec = json.loads(path.read_text())
     spec["normalizer"] = {"type": "Lowercase"}
     path.write_text(json.dumps(spec))
-    assert "when it is encoded and decoded" in doctor(home).of("FAIL", "tokenizer")
+    [found] = check_tokenizer(plan_of(home))
+    check_bad(found, Level.FAIL, "when it is encoded and decoded")
     path.unlink()
     assert "tokenizer.json" in doctor(home).of("FAIL", "model.path")
-
-
-class OtherEngine(TestServer):
-    """Answers like an SGLang server, with settings that may not suit."""
-
-    def __init__(self) -> None:
-        app = web.Application()
-        for path in ("/model_info", "/server_info"):
-            app.router.add_get(path, self._answer)
-        super().__init__(app)
-        self.info = {"version": TESTED_SGLANG, "context_length": 64, "model_path": "/m/model"}
-        self.ahead_s = 0.0
-        self.status = 200
-
-    async def _answer(self, request: web.Request) -> web.Response:
-        date = email.utils.formatdate(time.time() + self.ahead_s, usegmt=True)
-        return web.json_response(self.info, headers={"Date": date}, status=self.status)
-
-    def args(self) -> tuple[str, str]:
-        return "--set", f'engine.urls=["{str(self.make_url("")).rstrip("/")}"]'
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[OtherEngine]:
-    engine = OtherEngine()
-    await engine.start_server()
-    yield engine
-    await engine.close()
-
-
-@pytest.mark.parametrize(
-    ("info", "ahead_s", "status", "level", "part"),
-    [
-        ({}, 0.0, 200, "ok", f"{TESTED_SGLANG}, serves"),
-        ({"context_length": 32}, 0.0, 200, "FAIL", "a context of 32 tokens"),
-        ({"model_path": "/m/other"}, 0.0, 200, "warn", "serves /m/other"),
-        ({"version": "0.4.9"}, 0.0, 200, "warn", "SGLang 0.4.9"),
-        ({}, 20.0, 200, "warn", "s ahead of ours"),
-        ({}, -3600.0, 200, "FAIL", "s behind ours"),
-        ({}, 0.0, 401, "FAIL", "needs a key"),
-        ({}, 0.0, 500, "FAIL", "is not an SGLang server"),
-    ],
-)
-async def test_an_engine_that_does_not_suit_is_named(
-    home: Path,
-    engine: OtherEngine,
-    info: dict[str, Any],
-    ahead_s: float,
-    status: int,
-    level: str,
-    part: str,
-) -> None:
-    engine.info |= info
-    engine.ahead_s, engine.status = ahead_s, status
-    report = await asyncio.to_thread(doctor, home, *engine.args())
-    shown = "\n".join(report.lines)
-    assert any(x.startswith(f"{level:<4} engine") and part in x for x in report.lines), shown
-    assert bool(report.failures) == (level == "FAIL"), shown
-
-
-def test_an_engine_that_does_not_answer_fails(home: Path) -> None:
-    line = doctor(home, "--set", 'engine.urls=["http://127.0.0.1:9"]').of("FAIL", "engine")
-    assert "does not answer" in line
-
-
-@contextmanager
-def a_router(home: Path) -> Iterator[Process]:
-    """A router with keys whose run folder is `home/runs/mesh`."""
-    folder = home / "runs/mesh"
-    folder.mkdir(parents=True)
-    new_keys(folder / "keys")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(KEYS_VARIABLE, str(folder / "keys"))
-        args = ("router", "--config", "mesh.toml", "--engine", "http://127.0.0.1:9")
-        with running(home, *args) as router:
-            patch.undo()
-            yield router
-
-
-def test_a_machine_that_can_join_a_mesh_is_told_which_engine_it_cannot_reach(home: Path) -> None:
-    with a_router(home) as router:
-        report = doctor(home, "--router", router.ready.address, "--run", "runs/mesh")
-        assert "as worker, of role worker" in report.of("ok", "router")
-        assert "is shared" in report.of("ok", "run folder")
-        [failure] = report.failures
-        assert failure.startswith("FAIL engine http://127.0.0.1:9: does not answer")
-
-
-def test_a_key_that_was_removed_and_a_missing_router_fail(home: Path) -> None:
-    with a_router(home) as router:
-        add_member(home / "runs/mesh/keys", Role.WORKER, "gpu-2")
-        own = home / "gpu-2.json"
-        shutil.copy(home / "runs/mesh/keys/gpu-2.json", own)
-        args = "--router", router.ready.address
-        assert doctor(home, *args, ROLLMESH_KEYS=str(own)).of("ok", "router")
-        remove_member(home / "runs/mesh/keys", "gpu-2")
-        assert "refuses our key" in doctor(home, *args, ROLLMESH_KEYS=str(own)).of("FAIL", "router")
-    assert "cannot be reached" in doctor(home, *args, ROLLMESH_KEYS=str(own)).of("FAIL", "router")
-
-
-@needs_mounts
-def test_a_folder_that_is_not_shared_fails_where_engines_read_weights(home: Path) -> None:
-    with a_router(home) as router:
-        own = shutil.copytree(home / "runs/mesh/keys", home / "keys")
-        (home / "other").mkdir()
-        script = f'mount --bind {home}/other {home}/runs/mesh && exec "$0" "$@"'
-        before = (UNSHARE, "--mount", "sh", "-c", script)
-        args = ("--router", router.ready.address, "--parts", "engine,worker")
-        line = doctor(home, *args, before=before, ROLLMESH_KEYS=str(own)).of("FAIL", "run folder")
-        assert 'publish.mode = "distributed"' in line

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.core.config import Config
+from rollmesh.core.text import printable
 
 
 class Level(enum.StrEnum):
@@ -38,9 +39,8 @@ class Finding(msgspec.Struct, frozen=True):
     @property
     def line(self) -> str:
         """The line for a terminal."""
-        return f"{self.level:<4} {self.check}: {self.text}" + (
-            f": {self.remedy}" if self.remedy else ""
-        )
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return printable(f"{self.level:<4} {self.check}: {self.text}{remedy}")
 
 
 def ok(check: str, text: str) -> Finding:
@@ -58,10 +58,10 @@ def fail(check: str, text: str, remedy: str) -> Finding:
     return Finding(check, Level.FAIL, text, remedy)
 
 
-def failed(check: str, error: Exception) -> Finding:
-    """Return a failure whose remedy is in the error's text, after its last semicolon."""
-    text, mark, remedy = str(error).rpartition("; ")
-    return fail(check, text, remedy) if mark else fail(check, str(error), "")
+def failed(check: str, error: Exception, remedy: str) -> Finding:
+    """Return a failure; the remedy is the last part of the error's text, or `remedy`."""
+    text, mark, named = str(error).rpartition("; ")
+    return fail(check, text, named) if mark else fail(check, named, remedy)
 
 
 class MachinePlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ import fcntl
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import secrets
 import shutil
@@ -30,7 +31,7 @@ from rollmesh.core.addresses import (
     split_address,
     with_host,
 )
-from rollmesh.core.descriptors import BASE, ENOUGH, PER_CHILD, PER_ROLLOUT, allow_descriptors
+from rollmesh.core.descriptors import BASE, PER_CHILD, PER_ROLLOUT, allow_descriptors
 from rollmesh.core.errors import AddressError, ConfigError, UserError
 from rollmesh.core.process import listen
 from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE, admin_token
@@ -56,7 +57,10 @@ SHM = Path("/dev/shm")
 SHM_BYTES = 64 * 2**20
 """For secrets and tensors of a small run."""
 GIB = 2**30
-NETWORK_KINDS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse")
+NETWORK_KINDS = (
+    *("nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "gpfs", "beegfs", "ceph", "afs"),
+    *("fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs"),
+)
 SHORT_LIVED_KINDS = ("tmpfs", "ramfs", "overlay")
 GPU_PROBE = "import torch; print(torch.cuda.device_count())"
 GPU_PROBE_S = 120.0
@@ -77,7 +81,7 @@ def check_packages(plan: MachinePlan) -> Iterator[Finding]:
     if SpecifierSet(bounds).contains(python, prereleases=True):
         yield ok("python", f"{python} ({sys.executable})")
     else:
-        yield fail("python", f"{python} is too old", f"install Python {bounds}")
+        yield fail("python", f"{python}, and {PACKAGE} needs {bounds}", f"install Python {bounds}")
     extras = {EXTRA_OF_ENV.get(plan.config.env, "")}
     if plan.has(Part.TRAINER) or (plan.starts_engines and plan.config.engine.launch == "embedded"):
         extras.add("train")
@@ -87,7 +91,7 @@ def check_packages(plan: MachinePlan) -> Iterator[Finding]:
     named = ",".join(sorted(extras - {""}))
     target = f"{PACKAGE}[{named}]" if named else PACKAGE
     if wrong:
-        yield fail("packages", "; ".join(wrong), f"pip install '{target}'")
+        yield fail("packages", ", ".join(wrong), f"pip install '{target}'")
     else:
         yield ok("packages", f"those of {target} are installed")
 
@@ -115,11 +119,14 @@ def check_ports(plan: MachinePlan) -> Iterator[Finding]:
             with listen(_plain(bind)) as listening:
                 host = listening.getsockname()[0]
         except AddressError as error:
-            why = str(error).partition(": ")[2].rpartition("; ")[0]
-            remedy = f"choose another; `ss -ltnp 'sport = :{port}'` shows which process has it"
+            why, _, remedy = str(error).partition(": ")[2].rpartition("; ")
+            if "in use" in why:
+                remedy = f"choose another, or end what `ss -ltnp 'sport = :{port}'` shows"
+                if key == "router.bind":
+                    remedy += "; check a mesh that runs already by --router"
             yield fail("ports", f"{where}: {why}", remedy)
             continue
-        yield ok("ports", f"{where} is free")
+        yield ok("ports", f"{where} " + ("gets a free port" if port == "0" else "is free"))
         if key == "router.http_bind" and not is_loopback(host) and not _has_token():
             yield fail(
                 "ports",
@@ -130,7 +137,7 @@ def check_ports(plan: MachinePlan) -> Iterator[Finding]:
         try:
             check_page(plan.config.dashboard.bind)
         except AddressError as error:
-            yield failed("ports", error)
+            yield failed("ports", error, "bind 127.0.0.1")
 
 
 def _binds(plan: MachinePlan) -> Iterator[tuple[str, str]]:
@@ -215,7 +222,9 @@ def check_keys(plan: MachinePlan) -> tuple[list[Finding], Keys | None]:
             if plan.router:
                 check_dial(plan.router, keys)
         except UserError as error:
-            findings.append(failed("keys", error))
+            remedy = f"name a key file of the mesh by {KEYS_VARIABLE} (`rollmesh keys export`)"
+            if (found := failed("keys", error, remedy)) not in findings:
+                findings.append(found)
             continue
         if keys:
             dialing = dialing or keys
@@ -231,8 +240,8 @@ def check_keys(plan: MachinePlan) -> tuple[list[Finding], Keys | None]:
 
 
 def check_limits(plan: MachinePlan) -> Iterator[Finding]:
-    """Check the limit of open files."""
-    config, (soft, hard) = plan.config, resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Compare the limit of open files with needs."""
+    config, (_, hard) = plan.config, resource.getrlimit(resource.RLIMIT_NOFILE)
     num_children = config.worker.num_workers + config.engine.num_launched + NUM_OTHERS
     needs = [(PER_CHILD * num_children, f"a run of {num_children} processes")]
     if plan.has(Part.WORKER):
@@ -242,16 +251,11 @@ def check_limits(plan: MachinePlan) -> Iterator[Finding]:
         for num, why in needs:
             allow_descriptors(num, why)
     except ConfigError as error:
-        yield failed("ulimit -n", error)
+        yield failed("ulimit -n", error, "raise the limit")
         return
-    if 0 <= hard < ENOUGH:
-        yield warn(
-            "ulimit -n",
-            f"{hard} open files suffice for {(hard - BASE) // PER_ROLLOUT} rollouts in a worker",
-            f"with more than that, raise the limit: ulimit -n {ENOUGH}",
-        )
-        return
-    yield ok("ulimit -n", f"{soft if hard < 0 else hard}")
+    allowed = "any number of" if hard == resource.RLIM_INFINITY else hard
+    need = BASE + max(num for num, _ in needs)
+    yield ok("ulimit -n", f"{allowed} open files are allowed, {need} needed by one process")
 
 
 def check_folder(plan: MachinePlan) -> Iterator[Finding]:
@@ -294,20 +298,24 @@ def check_folder(plan: MachinePlan) -> Iterator[Finding]:
         yield ok(name, f"can be written, on {kind}")
 
 
-def kind_of(path: Path) -> str:
+def kind_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     """Return the kind of file system at `path`; '' if unknown (proc_pid_mountinfo(5))."""
     kind, longest = "", -1
     try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return ""
     resolved = path.resolve()
     for line in lines:
         before, _, after = line.partition(" - ")
-        point = before.split()[4].encode().decode("unicode_escape")
+        point = _OCTAL.sub(lambda found: chr(int(found[1], 8)), before.split()[4])
         if resolved.is_relative_to(point) and len(point) >= longest:
             kind, longest = after.split()[0], len(point)
     return kind
+
+
+_OCTAL = re.compile(r"\\([0-7]{3})")
+"""Spaces and backslashes of a mount point."""
 
 
 class ModelSize(msgspec.Struct, frozen=True):
@@ -349,11 +357,11 @@ def check_space(plan: MachinePlan, size: ModelSize) -> Iterator[Finding]:
             else CHECKPOINT_BYTES * size.num_parameters
         )
         need = KEPT_WEIGHTS * size.num_bytes + KEPT_CHECKPOINTS * state + config.journal.max_bytes
-        yield _room("disk", place, need, "weights, checkpoints and journal", "run.folder")
+        yield _room(place, need, "weights, checkpoints and journal", "run.folder")
     need = SHM_BYTES
     if plan.has(Part.TRAINER) and config.publish.mode == "tensor":
         need += size.num_bytes
-    yield _room("/dev/shm", SHM, need, "secrets and tensors", "its size (docker run --shm-size)")
+    yield _room(SHM, need, "secrets and tensors", "its size (docker run --shm-size)")
     need = 0
     if plan.has(Part.TRAINER) and not config.trainer.device.startswith("cuda"):
         need += TRAINING_BYTES * size.num_parameters
@@ -372,34 +380,39 @@ def check_space(plan: MachinePlan, size: ModelSize) -> Iterator[Finding]:
         yield ok("memory", f"{_gib(limit)} are allowed, about {_gib(need)} needed")
 
 
-def _room(check: str, place: Path, need: int, for_what: str, setting: str) -> Finding:
+def _room(place: Path, need: int, for_what: str, setting: str) -> Finding:
+    check = f"disk {place}"
     try:
         free = shutil.disk_usage(place).free
     except OSError as error:
-        return fail(check, f"{place}: {str(error.strerror).lower()}", "mount it")
+        return fail(check, str(error.strerror).lower(), "mount it")
     if free < need:
         return fail(
             check,
-            f"{place}: {_gib(free)} are free, and {for_what} need up to {_gib(need)}",
+            f"{_gib(free)} are free, and {for_what} need up to {_gib(need)}",
             f"free some, or change {setting}",
         )
-    return ok(check, f"{place}: {_gib(free)} free, up to {_gib(need)} needed for {for_what}")
+    return ok(check, f"{_gib(free)} free, up to {_gib(need)} needed for {for_what}")
 
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes < 10 * GIB else f"{num_bytes / GIB:.0f} GiB"
 
 
-def memory_limit() -> int:
-    """Return the bytes of memory that this process may use: of its cgroup, or the machine's."""
+def memory_limit(
+    groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Return the bytes of memory that this process may use: of its cgroups, or the machine's
+    (cgroups(7)).
+    """
     least = psutil.virtual_memory().total
     try:
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        lines = [line.split(":", 2) for line in groups.read_text().splitlines()]
     except OSError:
         return int(least)
-    for _, controllers, path in groups:
+    for _, controllers, path in lines:
         if controllers in ("", "memory"):
-            root = Path("/sys/fs/cgroup") / controllers
+            root = mounted / controllers
             for folder in (root / path.lstrip("/"), *(root / path.lstrip("/")).parents):
                 for name in ("memory.max", "memory.limit_in_bytes"):
                     least = min(least, _number(folder / name) or least)
@@ -426,12 +439,10 @@ def check_gpus(plan: MachinePlan) -> Iterator[Finding]:
         )
     elif plan.has(Part.TRAINER):
         yield ok("gpu", f"trainer.device = {trainer.device} needs none")
-    if plan.starts_engines and engine.launch == "sglang":
-        need = engine.num_servers * engine.gpus_each
-        python = engine.python or sys.executable
-        yield _gpus(
-            python, need, f"engine.gpus_each = {engine.gpus_each}", "lower engine.num_servers"
-        )
+    need = engine.num_servers * engine.gpus_each
+    if plan.starts_engines and engine.launch == "sglang" and need:
+        setting = f"engine.gpus_each = {engine.gpus_each}"
+        yield _gpus(engine.server_python, need, setting, "lower engine.num_servers")
 
 
 def _gpus(python: str, need: int, setting: str, remedy: str) -> Finding:

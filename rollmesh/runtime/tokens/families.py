@@ -136,8 +136,14 @@ class TemplateRenderer:
         environment.globals["raise_exception"] = _refuse
         self.style = CallStyle.XML if "<function=" in source else CallStyle.JSON
         """The call style that the template shows the model."""
-        self._template = environment.from_string(source)
         self._faults = jinja2.TemplateError
+        try:
+            self._template = environment.from_string(source)
+        except self._faults as error:
+            raise ModelError(
+                f"{folder}: its chat template is not valid Jinja: {error}; name a family in "
+                "model.renderer, such as qwen3"
+            ) from None
         self._tokenizer = tokenizer
         self._specials = {
             key: text
