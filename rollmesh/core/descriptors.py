@@ -32,13 +32,14 @@ PEERS = 64
 def allow_descriptors(num: int, for_what: str) -> None:
     """Raise our limit as far as allowed; ConfigError if it stays below `num` above the base."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
+    wanted = max(ENOUGH, BASE + num)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < BASE + num:
         raise ConfigError(
             f"{for_what} needs {BASE + num} open files and this shell allows {allowed}; "
-            f"raise the limit: ulimit -n {ENOUGH}"
+            f"raise the limit: ulimit -n {wanted}"
         )
 
 

@@ -455,6 +455,7 @@ _REFUSALS = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "does not have the hub's key that our key file names",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "takes no keys, or only keys: one of us has none",
 }
+_ASKS_FOR_KEYS = "admits only holders of its keys, or is not a router"
 
 
 def refusal(address: str, keys: Keys | None, timeout_s: float = GREET_S) -> str:
@@ -476,7 +477,7 @@ def refusal(address: str, keys: Keys | None, timeout_s: float = GREET_S) -> str:
                 break
             event = recv_monitor_message(monitor)["event"]
             if event in _REFUSALS:
-                return _REFUSALS[zmq.Event(event)]
+                return _REFUSALS[zmq.Event(event)] if keys else _ASKS_FOR_KEYS
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED or event in _NO_PEER:
                 break
         return ""

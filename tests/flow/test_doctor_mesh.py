@@ -296,6 +296,11 @@ def test_a_key_that_was_removed_and_a_missing_router_fail(home: Path) -> None:
         shutil.copy(home / "runs/mesh/keys/gpu-2.json", own)
         args = "--router", router.ready.address
         assert doctor(home, *args, ROLLMESH_KEYS=str(own)).of("ok", "router")
+        plan = msgspec.structs.replace(plan_of(home), router=router.ready.address)
+        [found], _ = check_router(plan, None)
+        check_bad(
+            found, Level.FAIL, "admits only holders of its keys", "we have no key", KEYS_VARIABLE
+        )
         remove_member(home / "runs/mesh/keys", "gpu-2")
         assert "refuses our key" in doctor(home, *args, ROLLMESH_KEYS=str(own)).of("FAIL", "router")
     assert "cannot be reached" in doctor(home, *args, ROLLMESH_KEYS=str(own)).of("FAIL", "router")

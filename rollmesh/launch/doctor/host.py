@@ -41,7 +41,7 @@ from rollmesh.wire.keys import (
     KEYS_VARIABLE,
     Keys,
     Role,
-    check_dial,
+    find_keys,
     keys_of_run,
     read_keys,
 )
@@ -218,9 +218,10 @@ def check_keys(plan: MachinePlan) -> tuple[list[Finding], Keys | None]:
         if role is None or (plan.router and role is Role.HUB):
             continue
         try:
-            keys = keys_of_run(plan.run, role) if plan.run else read_keys(role=role)
             if plan.router:
-                check_dial(plan.router, keys)
+                keys = find_keys(plan.router, role, plan.run)
+            else:
+                keys = keys_of_run(plan.run, role) if plan.run else read_keys(role=role)
         except UserError as error:
             remedy = f"name a key file of the mesh by {KEYS_VARIABLE} (`rollmesh keys export`)"
             if (found := failed("keys", error, remedy)) not in findings:

@@ -218,7 +218,9 @@ def _context(plan: MachinePlan, check: str, server: dict[str, Any]) -> Finding:
         return ok(check, "does not report its context length")
     if found < wanted:
         why = f"has a context of {found} tokens, and model.max_context_tokens = {wanted}"
-        return fail(check, why, f"start it with --context-length {wanted}, or lower the setting")
+        remedy = f"start it with --context-length {wanted}, or lower the setting"
+        is_ours = str(server.get("version", "")).startswith("rollmesh")
+        return fail(check, why, "lower the setting" if is_ours else remedy)
     return ok(check, f"context of {found} tokens, {wanted} needed")
 
 

@@ -8,16 +8,16 @@ import resource, sys
 from rollmesh.core.descriptors import allow_descriptors
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
 try:
-    allow_descriptors(256, "worker.max_rollouts = 64")
+    allow_descriptors(int(sys.argv[3]), "worker.max_rollouts = 64")
     print(resource.getrlimit(resource.RLIMIT_NOFILE))
 except ValueError as error:
     print(error)
 """
 
 
-def output_with(soft: int, hard: int) -> str:
-    """The messages of a process with these limits."""
-    argv = [sys.executable, "-c", ASK, str(soft), str(hard)]
+def output_with(soft: int, hard: int, num: int = 256) -> str:
+    """The messages of a process with these limits that needs `num` files."""
+    argv = [sys.executable, "-c", ASK, str(soft), str(hard), str(num)]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
@@ -31,6 +31,7 @@ def test_a_hard_limit_that_is_too_low_is_named_with_the_setting_and_the_remedy()
         "worker.max_rollouts = 64 needs 320 open files and this shell allows 64; "
         "raise the limit: ulimit -n 65536"
     )
+    assert "raise the limit: ulimit -n 70064" in output_with(64, 64, 70_000), "it would suffice"
 
 
 TAKE_ALL = """
