@@ -35,6 +35,7 @@ from rollmesh.core.process import OK
 from rollmesh.core.text import instead_of, printable
 from rollmesh.core.types import UNVERSIONED
 from rollmesh.engine.backend import ModelInfo, backend_factory
+from rollmesh.engine.fleet import COUNTS
 from rollmesh.engine.http import HttpClient
 from rollmesh.launch.screen import Terminal, ignore_closed_output
 from rollmesh.wire.fleet import (
@@ -294,6 +295,8 @@ def _until_drained(url: str) -> Callable[[EngineRow | None], str]:
             return ""
         if row.phase is not EnginePhase.DRAINING:
             return f"{_about(url, row)}; it drains after that"
+        if row.detail == COUNTS:
+            return f"{url} drains: it {COUNTS}"
         number = row.num_running + row.num_waiting
         return f"{url} drains: {number} request{'s' * (number != 1)} left"
 

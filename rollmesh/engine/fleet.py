@@ -50,6 +50,8 @@ from rollmesh.wire.fleet import (
 )
 from rollmesh.wire.machine import Received, Send, Ticked
 
+COUNTS = "gets no new requests; its running ones are counted by the next probe"
+"""Detail of a draining engine whose load is still that of a probe before the drain."""
 DRAINS = "gets no new requests, and is removed when its running ones have ended"
 
 
@@ -325,9 +327,10 @@ class Fleet:
             engine.num_idle = engine.num_failed_probes = 0
             engine.probe_serial = None
             engine.next_probe_s = now_s + self._settings.drain_settle_s
-            engine.set(EnginePhase.DRAINING, DRAINS)
+            engine.set(EnginePhase.DRAINING, COUNTS)
 
     def _on_drain_probe(self, engine: FleetMember, now_s: float) -> None:
+        engine.set(EnginePhase.DRAINING, DRAINS)
         row = engine.row
         engine.num_idle = 0 if row.num_running or row.num_waiting else engine.num_idle + 1
         engine.next_probe_s = now_s + self._settings.join_probe_s

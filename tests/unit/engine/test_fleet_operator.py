@@ -6,7 +6,14 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import ConfigError
-from rollmesh.engine.fleet import ContinueEngine, EngineProbed, Fleet, FleetSettings
+from rollmesh.engine.fleet import (
+    COUNTS,
+    DRAINS,
+    ContinueEngine,
+    EngineProbed,
+    Fleet,
+    FleetSettings,
+)
 from rollmesh.engine.roster import AddedEngine, ChangesFile, FleetChanges
 from rollmesh.wire.fleet import (
     AddEngine,
@@ -182,6 +189,23 @@ def test_a_draining_engine_is_removed_when_its_requests_have_ended() -> None:
     load(bench, 0)
     assert bench.phase() is EnginePhase.GONE
     assert bench.fleet.changes == FleetChanges(removed=(A,))
+
+
+def test_a_probe_from_before_the_drain_does_not_count() -> None:
+    bench = ready(A, B)
+    bench.tick(1.0)
+    load(bench, 3)
+    bench.tick(1.0)
+    before = bench.pending[A]
+    assert change(bench, DropEngine(1, A, drains=True)).ok
+    assert bench.row().detail == COUNTS, "its load is that of a probe before the drain"
+    load(bench, 0)  # the answer to the probe that was under way
+    assert (bench.row().num_running, bench.row().detail) == (3, COUNTS)
+    bench.tick(1.0)
+    assert bench.pending[A] != before
+    load(bench, 0)
+    assert (bench.row().num_running, bench.row().detail) == (0, DRAINS)
+    assert bench.phase() is EnginePhase.DRAINING
 
 
 def test_a_draining_engine_is_not_updated() -> None:
