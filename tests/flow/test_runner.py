@@ -19,6 +19,7 @@ from rollmesh.launch.hosts.runner import SHARED_FILE
 WITHIN_S = 60.0
 SHOW = "import os, sys; print(os.environ['KEY_FILE'], open(os.environ['KEY_FILE']).read())"
 WAIT = "import signal; signal.pause()"
+PASS_THE_GATE = "import os, sys; os.read(int(sys.argv[sys.argv.index('--go-fd') + 1]), 1)"
 
 
 class Node:
@@ -33,7 +34,7 @@ class Node:
         self.host = CommandHost(["env"], "node-1", "127.0.0.1", self.logs, self.mark)
         self.started = asyncio.Event()
 
-    def start(self, role: str, program: str) -> RunningChild:
+    def start(self, role: str, program: str, *, has_gate: bool = False) -> RunningChild:
         order = ChildOrder(
             role=role,
             argv=(sys.executable, "-c", program),
@@ -41,6 +42,7 @@ class Node:
             variables={"KEY_FILE": str(self.key)},
             files=(str(self.key),),
             reports=False,
+            has_gate=has_gate,
         )
         nothing = lambda *_: None  # noqa: E731 - a callback that ignores its arguments
         hooks = ChildCallbacks(lambda _: self.started.set(), nothing, nothing, nothing)
@@ -103,6 +105,13 @@ async def test_a_child_that_is_stopped_before_its_runner_starts_ends_at_once(nod
     child.terminate()
     exited = await asyncio.wait_for(child.ended(), WITHIN_S)
     assert (exited.code, exited.cause) == (-signal.SIGTERM, "stopped before it had a place")
+
+
+async def test_a_gate_that_is_open_before_the_child_starts_is_passed(node: Node) -> None:
+    child = node.start("trainer", PASS_THE_GATE, has_gate=True)
+    child.release()
+    exited = await asyncio.wait_for(child.ended(), WITHIN_S)
+    assert exited.code == 0
 
 
 async def test_a_file_that_cannot_be_read_is_named(node: Node) -> None:

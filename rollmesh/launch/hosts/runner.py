@@ -184,7 +184,7 @@ class ChildRunner:
     def _handle(self, request: RunnerRequest, tasks: asyncio.TaskGroup) -> None:
         match request:
             case StartOrder():
-                tasks.create_task(self._run_child(request), name=request.order.role)
+                self._start(request, tasks)
             case PingRequest():
                 self._send(RunnerAlive())
             case ReleaseOrder(role) if role in self._children:
@@ -195,19 +195,28 @@ class ChildRunner:
                 else:
                     self._children[role].terminate()
 
-    async def _run_child(self, start: StartOrder) -> None:
+    def _start(self, start: StartOrder, tasks: asyncio.TaskGroup) -> None:
+        """Start a child; the next request may already be about it."""
         role = start.order.role
         output = self._log_folder(start) / f"{role}.out"
         hooks = ChildCallbacks(self._on_start, self._on_ready, self._on_heartbeat, _never_pending)
         try:
             listening = self._listening(start.order)
             child = ChildProcess(self._local(start), output, listening, hooks)
-            self._children[role] = child
-            exited = await child.ended()
         except (OSError, AddressError) as error:
-            exited = ChildExited(role, FAILED, f"it could not be started: {error}")
+            self._send(ProcessEnded(_not_started(role, error)))
+            return
+        self._children[role] = child
+        tasks.create_task(self._run_child(child, output), name=role)
+
+    async def _run_child(self, child: ChildProcess, output: Path) -> None:
+        role = child.role
+        try:
+            exited = await child.ended()
+        except OSError as error:
+            exited = _not_started(role, error)
         finally:
-            self._children.pop(role, None)
+            del self._children[role]
         is_shared = output.parent != self._folder
         self._send(ProcessEnded(exited, b"" if is_shared else _end_of(output)))
 
@@ -262,6 +271,10 @@ class ChildRunner:
 
     def _send(self, event: RunnerEvent) -> None:
         self._writer.write(msgspec.json.encode(event) + b"\n")
+
+
+def _not_started(role: str, error: Exception) -> ChildExited:
+    return ChildExited(role, FAILED, f"it could not be started: {error}")
 
 
 def _never_pending(child: RunningChild, why: str) -> None:
