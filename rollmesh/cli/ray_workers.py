@@ -37,18 +37,30 @@ def scale_workers(options: argparse.Namespace, argv: list[str]) -> int:
     config = config_of(options, model_defaults(options))
     connect_to_cluster(config.ray.address)
     pool = WorkerPool(options.router)
-    names = pool.workers()
+    names = without_failed(pool)
     num_new = options.count - len(names)
     if num_new > 0:
         added = [*pool.free_names(num_new)]
         for name in added:
-            pool.add(start_order(options, argv, name), config.ray.worker_cpus)
+            pool.add(start_order(options, argv, name), config.ray.worker_cpus, config.launch)
         follow_start(pool, added, config.ray.worker_cpus)
     elif num_new < 0:
         drain_workers(pool, names[options.count :], options.router, options.run)
     else:
         print(f"{options.count} workers run already")
     return OK
+
+
+def without_failed(pool: WorkerPool) -> list[str]:
+    """Remove the workers that have failed, and return the others."""
+    states = pool.states(pool.workers())
+    failed = {name: line for name, (state, line) in states.items() if state is ActorState.FAILED}
+    for name in failed:
+        pool.remove(name)
+    if failed:
+        line = next(iter(failed.values())).removeprefix("rollmesh: ")
+        print(f"{len(failed)} workers had failed and were removed: {line}", flush=True)
+    return [name for name in states if name not in failed]
 
 
 def start_order(options: argparse.Namespace, argv: list[str], name: str) -> StartOrder:

@@ -41,6 +41,8 @@ STOP_RESERVE_S = 1.0
 WARN_FRACTION = 1 / 3
 """The fraction of hang_timeout_s after which missing heartbeats are shown."""
 OUT_OF_MEMORY = "out of memory"
+MAX_DOUBLINGS = 30
+"""Limit for the delay of a restart, so that it remains a finite number before it is capped."""
 
 RESTARTED_AFTER_READY = (OnDeath.RESTART, OnDeath.REPLACE, OnDeath.CONTINUE)
 """After their first report, a usage error of these children is a death like any other."""
@@ -251,10 +253,10 @@ class SupervisionMachine:
         plans: list[ChildPlan],
         settings: LaunchConfig,
         remote: Collection[str] = (),
-        logs: Path = Path("logs"),
+        logs: Path | None = None,
     ) -> None:
         """The addresses of `remote` roles become known only when these are placed. `logs` is the
-        folder of the children's output, for messages.
+        folder of the children's output, if they have one.
         """
         self.state = MeshState.STARTING
         self.end: RunEnd | None = None
@@ -409,7 +411,7 @@ class SupervisionMachine:
         child.deaths_s.append(now_s)
         num_deaths = len(child.deaths_s)
         if num_deaths <= self._settings.max_restarts:
-            delay_s = self._settings.restart_delay_s * 2 ** (num_deaths - 1)
+            delay_s = self._settings.restart_delay_s * 2 ** min(num_deaths - 1, MAX_DOUBLINGS)
             child.back_off_s = min(self._settings.max_restart_delay_s, delay_s)
             child.enter(ChildState.BACKING_OFF, now_s)
             if child.plan.is_rank and event.code == OK:
@@ -419,7 +421,7 @@ class SupervisionMachine:
         when = f"within {window_s:g} s" if is_quick else "before it was ready again"
         reason = f"{how_it_ended(event, child)}, death {num_deaths} {when}"
         log = f"{event.role}.out"
-        reason += "" if log in reason else f"; see {self._logs / log}"
+        reason += f"; see {self._logs / log}" if self._logs and log not in reason else ""
         if child.plan.on_death is OnDeath.CONTINUE:
             return [Notice(f"{reason}; the run continues without it")]
         return self._stop(RunEnd(FAILED, reason), now_s)

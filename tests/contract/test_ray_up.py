@@ -128,11 +128,15 @@ class RunOnRay:
         path = self.run / "logs" / "launch.log"
         return path.read_text() if path.exists() else ""
 
-    def live_workers(self) -> list[str]:
-        """The workers that the router considers live."""
+    def live_workers(self) -> dict[str, int]:
+        """The workers that the router considers live, and their pids."""
         url = read_addresses(self.run)["router"].http_address
         workers = httpx.get(f"{url}/status").json()["workers"]
-        return sorted(row["worker_id"] for row in workers if row["state"] == "live")
+        return {row["worker_id"]: row["pid"] for row in workers if row["state"] == "live"}
+
+    def until_restarted(self, worker_id: str, pid: int) -> None:
+        """Wait until another process of the worker is live."""
+        self.until(lambda: self.live_workers().get(worker_id, pid) != pid)
 
     def end(self) -> tuple[int, str]:
         """Wait for its end; return exit code and output."""
@@ -176,6 +180,12 @@ def run(tmp_path: Path, cluster: Any) -> Iterator[RunOnRay]:
     run.close()
 
 
+def processes_of(worker_id: str) -> list[int]:
+    """The processes of a worker, on any node."""
+    running = psutil.process_iter(["cmdline"])
+    return [each.pid for each in running if worker_id in (each.info["cmdline"] or [])]
+
+
 def raylet_of(pid: int, cluster: Any) -> Any:
     """The node of the cluster on which the process runs."""
     ancestors = {each.pid for each in psutil.Process(pid).parents()}
@@ -211,17 +221,28 @@ def test_workers_join_a_living_mesh_and_are_drained(run: RunOnRay) -> None:
     run.until_step(1)
     router = read_addresses(run.run)["router"].address
     argv = [sys.executable, "-m", "rollmesh.cli.main", "worker", "--on", "ray", "--router", router]
-    argv += ["--env", "guess", "--model-dir", "model"]
-    added = subprocess.run([*argv, "--count", "2"], cwd=run.folder, capture_output=True, text=True)
-    assert (added.returncode, added.stderr) == (0, "")
-    assert added.stdout.splitlines()[-1] == "2 of 2 new workers run"
+    argv += ["--model-dir", "model"]
+
+    def scale(count: int, env: str = "guess") -> tuple[int, str, list[str]]:
+        words = [*argv, "--env", env, "--count", str(count)]
+        done = subprocess.run(words, cwd=run.folder, capture_output=True, text=True)
+        return done.returncode, done.stderr, done.stdout.splitlines()
+
+    code, error, _ = scale(1, env="missing:Env")
+    assert (code, '1 workers failed: env = "missing:Env"' in error) == (2, True), error
+    code, error, lines = scale(2)
+    assert (code, error, lines[-1]) == (0, "", "2 of 2 new workers run")
+    assert lines[0].startswith("1 workers had failed and were removed: env =")
     assert len(run.live_workers()) == 3
-    drained = subprocess.run(
-        [*argv, "--count", "0"], cwd=run.folder, capture_output=True, text=True
-    )
-    assert (drained.returncode, drained.stderr) == (0, "")
-    assert drained.stdout.splitlines()[-1] == "2 workers were drained"
-    run.until(lambda: run.live_workers() == ["worker-0"])
+    [name, _] = sorted(run.live_workers().keys() - {"worker-0"})
+    for _ in range(2):
+        pid = run.live_workers()[name]
+        os.kill(pid, signal.SIGKILL)
+        run.until_restarted(name, pid)
+    assert processes_of(name) == [run.live_workers()[name]]
+    code, error, lines = scale(0)
+    assert (code, error, lines[-1]) == (0, "", "2 workers were drained")
+    run.until(lambda: run.live_workers().keys() == {"worker-0"})
     assert run.process
     run.process.send_signal(signal.SIGINT)
     code, out = run.end()

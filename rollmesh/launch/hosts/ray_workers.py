@@ -1,18 +1,21 @@
 """Workers on a Ray cluster that no launch owns: `rollmesh worker --on ray --count N`.
 
-    worker actor   STARTING --> RUNNING --> DRAINED      FAILED <-- STARTING (a user's mistake)
-                      ^            |
+    worker actor   STARTING --> RUNNING --> DRAINED      FAILED <-- STARTING (a user's mistake,
+                      ^            |                                          or a crash loop)
                       +--(dies)----+
 
 - Actors are detached and named after their worker; the router's address is part of the name, so
   that a later call finds them. Ray starts one again on another node when its node dies.
-- An actor restarts its worker with back-off, as launch does.
+- An actor watches its worker by the machine of launch: it restarts a dead one with back-off, kills
+  one that hangs, and gives up in a crash loop.
 - The worker's key is an argument of the constructor, and a 0600 file in memory on the node.
 """
 
 import enum
 import hashlib
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,10 +24,29 @@ import ray
 from ray.exceptions import RayError
 
 from rollmesh.core.config import LaunchConfig
-from rollmesh.core.process import OK, RECYCLED, USAGE
 from rollmesh.launch.hosts.ray import NAMESPACE, RunnerActor, first_line
-from rollmesh.launch.hosts.runner import ProcessEnded, ProcessReady, RunnerEvent, StartOrder
-from rollmesh.launch.machine import ChildExited
+from rollmesh.launch.hosts.runner import (
+    ProcessBeat,
+    ProcessEnded,
+    ProcessReady,
+    RunnerEvent,
+    SignalOrder,
+    StartOrder,
+)
+from rollmesh.launch.machine import (
+    ChildExited,
+    ChildReady,
+    ChildState,
+    Event,
+    HeartbeatReceived,
+    KillChild,
+    StartChild,
+    SupervisionMachine,
+    TerminateChild,
+    TimePassed,
+)
+from rollmesh.launch.plan import ChildPlan, OnDeath
+from rollmesh.launch.supervisor import TICK_S
 
 PREFIX = "rollmesh-worker-"
 STATE_S = 2.0
@@ -42,53 +64,74 @@ class ActorState(enum.StrEnum):
     FAILED = "failed"
 
 
-class WorkerActor(RunnerActor):
-    """Actor that keeps one worker running on its node."""
+STATES = {ChildState.READY: ActorState.RUNNING, ChildState.GONE: ActorState.DRAINED}
 
-    def __init__(self, start: bytes) -> None:
+
+class WorkerActor(RunnerActor):
+    """Actor that keeps one worker running on its node, by the supervision machine of launch."""
+
+    def __init__(self, start: bytes, settings: LaunchConfig) -> None:
         """`start` is the JSON of the StartOrder."""
         super().__init__(MARK)
         self._start = start
-        self._state = ActorState.STARTING
+        self._role = msgspec.json.decode(start, type=StartOrder).order.role
+        plan = ChildPlan(role=self._role, argv=(), on_death=OnDeath.REPLACE)
+        self._machine = SupervisionMachine([plan], settings)
+        self._child = self._machine.children[self._role]
         self._last_line = ""
-        self._settings = LaunchConfig()
+        self._place, self._num_received = self.open(), 0
         threading.Thread(target=self._keep, name="worker", daemon=True).start()
 
     def state(self) -> tuple[str, str]:
-        """Return the worker's state, and the last line of the process that ended last."""
-        return self._state.value, self._last_line
+        """Return the worker's state, and its last line."""
+        if self._machine.end:
+            return ActorState.FAILED.value, self._machine.end.reason
+        state = STATES.get(self._child.state, ActorState.STARTING)
+        return state.value, self._last_line
 
     def _keep(self) -> None:
-        pause_s = self._settings.restart_delay_s
-        while True:
-            exited = self._run_once()
-            was_running = self._state is ActorState.RUNNING
-            self._last_line = exited.last_line or exited.cause
-            if exited.code == OK:
-                self._state = ActorState.DRAINED
+        """Do what the machine decides, until the worker was drained or has failed."""
+        for event in self._events():
+            for action in self._machine.step(event, time.monotonic()):
+                match action:
+                    case StartChild():
+                        place = self.open()
+                        if place != self._place:
+                            self._place, self._num_received = place, 0
+                        self._send(self._start)
+                    case TerminateChild(role):
+                        self._send(msgspec.json.encode(SignalOrder(role, kill=False)))
+                    case KillChild(role):
+                        self._send(msgspec.json.encode(SignalOrder(role, kill=True)))
+            if self._child.state is ChildState.GONE:
                 return
-            if exited.code == USAGE and not was_running:
-                self._state = ActorState.FAILED
-                return
-            self._state = ActorState.STARTING
-            if exited.code == RECYCLED or was_running:
-                pause_s = self._settings.restart_delay_s
-            threading.Event().wait(0 if exited.code == RECYCLED else pause_s)
-            pause_s = min(2 * pause_s, self._settings.max_restart_delay_s)
 
-    def _run_once(self) -> ChildExited:
-        """Run the worker's process to its end."""
-        place, num_received = self.open(), 0
-        self.write(place.runner_id, self._start + b"\n")
-        while (lines := self.read(place.runner_id, num_received)) is not None:
-            num_received += len(lines)
+    def _send(self, line: bytes) -> None:
+        self.write(self._place.runner_id, line + b"\n")  # `read` reports the runner's end
+
+    def _events(self) -> Iterator[Event]:
+        """Yield the events of the worker's processes, and TimePassed when there are none."""
+        yield TimePassed()
+        while True:
+            if not self._child.runs:
+                threading.Event().wait(TICK_S)
+                yield TimePassed()
+                continue
+            lines = self.read(self._place.runner_id, self._num_received)
+            if lines is None:
+                yield ChildExited(self._role, -signal.SIGKILL, cause="its runner ended")
+                continue
+            self._num_received += len(lines)
+            yield TimePassed()
             for line in lines:
                 match msgspec.json.decode(line, type=RunnerEvent):
-                    case ProcessReady():
-                        self._state = ActorState.RUNNING
+                    case ProcessReady(role):
+                        yield ChildReady(role)
+                    case ProcessBeat(role):
+                        yield HeartbeatReceived(role)
                     case ProcessEnded(exited):
-                        return exited
-        return ChildExited("worker", -9, "its runner ended")
+                        self._last_line = exited.last_line or exited.cause
+                        yield exited
 
 
 class WorkerPool:
@@ -112,7 +155,7 @@ class WorkerPool:
         for _ in range(num):
             yield f"{self._prefix}{next(free)}"
 
-    def add(self, start: StartOrder, num_cpus: float) -> None:
+    def add(self, start: StartOrder, num_cpus: float, settings: LaunchConfig) -> None:
         """Create the actor of a worker, whose role is its name."""
         actor = ray.remote(WorkerActor).options(
             name=start.order.role,
@@ -124,7 +167,7 @@ class WorkerPool:
             max_concurrency=4,
             scheduling_strategy="SPREAD",
         )
-        actor.remote(msgspec.json.encode(start))
+        actor.remote(msgspec.json.encode(start), settings)
 
     def states(self, names: list[str]) -> dict[str, tuple[ActorState, str]]:
         """Return state and last line of each worker."""

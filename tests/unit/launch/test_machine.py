@@ -1,6 +1,7 @@
 """The supervision machine: the order of starts, restarts, and the end of a run."""
 
 import random
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -58,7 +59,7 @@ class MachineDriver:
     """A supervision machine and its clock."""
 
     def __init__(self, plans: list[ChildPlan] = PLANS, settings: LaunchConfig = SETTINGS) -> None:
-        self.machine = SupervisionMachine(plans, settings)
+        self.machine = SupervisionMachine(plans, settings, logs=Path("logs"))
         self.clock = FakeClock()
 
     def step(self, event: Event, after_s: float = 0.0) -> list[Action]:
