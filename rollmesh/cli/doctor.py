@@ -223,8 +223,9 @@ def _closing(family: Family, tokenizer: Tokenizer, stops: list[int]) -> str:
         ids = family.renderer.render_ids(chat)
     except SessionError:
         return ""
-    closing = tokenizer.decode(ids).rpartition(TEXT)[2]
-    return "" if set(tokenizer.encode(closing)) & set(stops) else closing.strip()
+    _, is_found, closing = tokenizer.decode(ids).rpartition(TEXT)
+    is_closed = not is_found or set(tokenizer.encode(closing)) & set(stops)
+    return "" if is_closed else closing.strip()
 
 
 def _shown(tokenizer: Tokenizer, ids: list[int]) -> str:

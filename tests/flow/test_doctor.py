@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from rollmesh.cli.doctor import check_tokenizer
-from rollmesh.core.process import USAGE
+from rollmesh.core.process import OK, USAGE
 from rollmesh.launch.doctor.findings import Finding, Level, Part
 from rollmesh.launch.doctor.host import (
     KEPT_CHECKPOINTS,
@@ -83,6 +83,19 @@ def test_an_old_python_and_missing_packages_are_named(home: Path) -> None:
     line = report.of("FAIL", "packages")
     assert "no-such-package-1 is missing, pyzmq is " in line
     assert "and must be >=9000, no-such-package-2 is missing; pip install" in line
+
+
+def test_a_copy_that_is_not_installed_is_a_warning(home: Path) -> None:
+    (home / "site").mkdir()
+    for path in Path(msgspec.__file__).parents[1].iterdir():
+        if "rollmesh" not in path.name:
+            (home / "site" / path.name).symlink_to(path)
+    argv = [sys.executable, "-S", "-m", "rollmesh.cli.main", "doctor", "mesh.toml"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(home / "site")])}
+    done = subprocess.run(argv, cwd=home, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == OK, done.stderr
+    line = done.stdout.splitlines()[0]
+    assert line.startswith("warn packages: rollmesh is not installed")
 
 
 def test_an_unknown_setting_or_a_missing_file_is_one_line(home: Path) -> None:

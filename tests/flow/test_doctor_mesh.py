@@ -109,6 +109,12 @@ def test_a_model_that_is_not_set_cut_off_or_of_a_shorter_context_is_named(home: 
     rewrite(home / "model/config.json", max_position_embeddings=32)
     _, found = check_model(plan_of(home))
     check_bad(found, Level.FAIL, "a context of 32 tokens, and model.max_context_tokens = 64")
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    for key in ("rope_scaling", "rope_parameters"):
+        config = {"rope_scaling": None, "rope_parameters": {"rope_type": "default"}, key: yarn}
+        rewrite(home / "model/config.json", **config)
+        [found] = check_model(plan_of(home))
+        assert found.level is Level.OK, "the engine's own length counts"
     (home / "model/config.json").write_text('{"model_type": ')
     _, found = check_model(plan_of(home))
     check_bad(found, Level.FAIL, "config.json")
@@ -350,6 +356,16 @@ def test_a_router_whose_clock_differs_is_named(
     assert bool(bad) == bool(word), found
     for each in bad:
         check_bad(each, level, f"router {address}", word, "synchronise both clocks")
+
+
+async def test_an_address_where_another_program_answers_is_no_router(home: Path) -> None:
+    noise = await asyncio.start_server(send_noise, "127.0.0.1", 0)
+    router = f"tcp://127.0.0.1:{noise.sockets[0].getsockname()[1]}"
+    plan = msgspec.structs.replace(plan_of(home), router=router)
+    [found], answer = await asyncio.to_thread(check_router, plan, None)
+    noise.close()
+    assert answer is None
+    check_bad(found, Level.FAIL, f"router {router}: ")
 
 
 @pytest.mark.slow

@@ -72,12 +72,19 @@ def _context_of_folder(plan: MachinePlan, name: str, folder: Path) -> Iterator[F
     except (OSError, msgspec.MsgspecError) as error:
         yield fail(name, f"config.json: {error}", "copy the model's config.json there")
         return
-    text = config.get("text_config")
-    found = (text if isinstance(text, dict) else config).get("max_position_embeddings")
+    text = nested if isinstance(nested := config.get("text_config"), dict) else config
+    found = text.get("max_position_embeddings")
     wanted = plan.config.model.max_context_tokens
-    if isinstance(found, int) and found < wanted and not config.get("rope_scaling"):
+    if isinstance(found, int) and found < wanted and not _is_scaled(text):
         why = f"the model has a context of {found} tokens, and model.max_context_tokens = {wanted}"
         yield fail(name, why, f"lower the setting to {found}, or choose another model")
+
+
+def _is_scaled(config: dict[str, Any]) -> bool:
+    """Return whether engines may serve more than max_position_embeddings (YaRN and others)."""
+    kinds = ("rope_scaling", "rope_parameters")  # transformers 4 and 5
+    found = [each for kind in kinds if isinstance(each := config.get(kind), dict)]
+    return any(each.get("rope_type", each.get("type", "default")) != "default" for each in found)
 
 
 def check_sglang(plan: MachinePlan) -> Iterator[Finding]:
