@@ -230,8 +230,9 @@ class TrainerConfig(Section, frozen=True):
     num_ranks: Positive = 1
     """Processes that train together, each with a shard of the model and own rows (default: 1)."""
     num_local_ranks: NonNegative = 0
-    """Ranks that the trainer starts on its own host; the others are started elsewhere, by torchrun
-    or `rollmesh rank`, and dial in (docs/howto/ranks.md). 0 (default): all."""
+    """Ranks that the trainer starts on its own host; the others are started elsewhere, by torchrun,
+    `rollmesh rank` or `--on ray | slurm`, and dial in (docs/howto/ranks.md). 0 (default): all, or
+    with `--on slurm` as many as a node has GPUs."""
     rank_bind: str = ""
     """ZMQ address that ranks started elsewhere dial: an address of this host or a network interface
     (tcp://eth0:5557). Empty: a free port that faces them."""
@@ -477,7 +478,7 @@ class SlurmConfig(Section, frozen=True):
     """Time limit of the job as Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS (default: the
     partition's)."""
     gpus_per_node: NonNegative = 0
-    """GPUs of each node (default: 0)."""
+    """GPUs of each node; a trainer with more ranks is spread over several nodes (default: 0)."""
     cpus_per_node: NonNegative = 0
     """CPUs of each node, which the job may then share with others (default: 0: whole nodes, with
     all their memory)."""
@@ -497,9 +498,10 @@ class SlurmConfig(Section, frozen=True):
     engines_on_first: NonNegative = 0
     """Engines on the first node, beside router and trainer (default: 0)."""
     engines_per_node: NonNegative = 0
-    """Engines on each other node (default: 0: the engines of [engine], spread evenly)."""
+    """Engines on each other node that has no rank of the trainer (default: 0: the engines of
+    [engine], spread evenly over these nodes)."""
     workers_per_node: NonNegative = 0
-    """Workers on each other node (default: 0: worker.num_workers, spread evenly)."""
+    """Workers on each of these nodes (default: 0: worker.num_workers, spread evenly)."""
     runner_timeout_s: PositiveSeconds = 60.0
     """Seconds in which srun must start rollmesh on a node; later, the node's processes are started
     on another one (default: 60)."""

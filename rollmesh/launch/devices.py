@@ -42,7 +42,7 @@ def assign_devices(
     engine, roles = config.engine, engine_roles(config)
     if engine.launch != "sglang":
         return {}
-    trained = _gpus_of_trainer(config, len(gpus)) if trains else range(0)
+    trained = gpus_of_trainer(config, len(gpus)) if trains else range(0)
     num_needed = len(trained) + len(roles) * engine.gpus_each
     if engine.gpus_each and num_needed > len(gpus):
         of_trainer = f" with the {len(trained)} of the trainer" if trained else ""
@@ -76,12 +76,13 @@ def with_places(
 ) -> list[ChildPlan]:
     """Return the plans, in which each SGLang server has GPUs of its own on its node.
 
-    `homes` are the nodes of the roles that do not run on the first, where the trainer has the first
-    GPUs. Nodes of a job share their GPUs between its processes.
+    `homes` are the nodes of the roles that do not run on the first. The ranks of the trainer have
+    the first GPUs of their nodes. Nodes of a job share their GPUs between its processes.
     """
     if config.engine.launch != "sglang":
         return list(plans)
-    used = {"": len(_gpus_of_trainer(config, gpus_per_node))}
+    of_ranks = len(gpus_of_trainer(config, gpus_per_node))
+    used = {homes[plan.role]: of_ranks for plan in plans if plan.is_rank} | {"": of_ranks}
     found = []
     for plan in plans:
         if plan.role in engine_roles(config):
@@ -95,14 +96,14 @@ def with_places(
     return found
 
 
-def _gpus_of_trainer(config: Config, num_gpus: int) -> range:
-    """Return the places of the trainer's GPUs: one for each rank."""
+def gpus_of_trainer(config: Config, num_gpus: int) -> range:
+    """Return the places of the trainer's GPUs: one for each rank on its node."""
     device = config.trainer.device
     if device == "cpu" or (device == "auto" and not num_gpus):
         return range(0)
     first = device.partition(":")[2]
     start = int(first) if first.isdecimal() else 0
-    return range(start, start + config.trainer.num_ranks)
+    return range(start, start + config.trainer.local_ranks)
 
 
 def _granted(config: Config, gpus: Sequence[str], granted: GrantedGpus) -> Devices:

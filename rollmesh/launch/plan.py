@@ -16,6 +16,7 @@ before it has put them to sleep.
 
 import enum
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -363,24 +364,34 @@ def plan_dashboard(config: Config) -> ChildPlan:
     )
 
 
-def on_network(config: Config, address: str) -> Config:
-    """Return the settings of a run whose processes are on several nodes.
-
-    The router listens on `address`, this node's, unless the user has bound it elsewhere, and paths
-    are absolute.
-    """
-    router, run, model = config.router, config.run, config.model
-    if is_loopback(urlsplit(router.bind).hostname or ""):
-        bind = f"tcp://{address}:{router.bind.rpartition(':')[2]}"
-        router = msgspec.structs.replace(router, bind=bind)
+def on_network(config: Config) -> Config:
+    """Return the settings of a run whose processes are on several nodes: with absolute paths."""
+    run, model = config.run, config.model
     run = msgspec.structs.replace(run, folder=str(Path(run.folder).absolute()))
     if Path(model.path).is_dir():
         model = msgspec.structs.replace(model, path=str(Path(model.path).absolute()))
-    return msgspec.structs.replace(config, router=router, run=run, model=model)
+    return msgspec.structs.replace(config, run=run, model=model)
 
 
-def with_local_ranks(config: Config, largest_gpus: int) -> Config:
-    """Return the settings with one local rank if no node has a GPU for each rank of the trainer.
+def with_router_on(address: str, config: Config, plans: Sequence[ChildPlan]) -> list[ChildPlan]:
+    """Return the plans with a router that listens on `address`, this node's, unless the user has
+    bound it elsewhere.
+
+    The settings keep what the user wrote: a resumed run may have its router on another node.
+    """
+    bind = config.router.bind
+    if not is_loopback(urlsplit(bind).hostname or ""):
+        return list(plans)
+    words = ("--bind", f"tcp://{address}:{bind.rpartition(':')[2]}")
+    return [
+        msgspec.structs.replace(plan, argv=(*plan.argv, *words)) if plan.role == "router" else plan
+        for plan in plans
+    ]
+
+
+def with_local_ranks(config: Config, largest_gpus: int, num_local: int = 1) -> Config:
+    """Return the settings with `num_local` ranks on the trainer's node if no node has a GPU for
+    each rank of the trainer.
 
     `largest_gpus` is the largest number of GPUs of a node, 0 if the ranks are on CPUs.
     """
@@ -388,7 +399,7 @@ def with_local_ranks(config: Config, largest_gpus: int) -> Config:
     is_spread = trainer.device != "cpu" and 0 < largest_gpus < trainer.num_ranks
     if trainer.num_local_ranks or not is_spread:
         return config
-    trainer = msgspec.structs.replace(trainer, num_local_ranks=1)
+    trainer = msgspec.structs.replace(trainer, num_local_ranks=num_local)
     return msgspec.structs.replace(config, trainer=trainer)
 
 
@@ -397,7 +408,6 @@ def for_cluster(config: Config, plans: list[ChildPlan], num_gpus: int) -> list[C
     that have a place of their own; the cluster has `num_gpus` GPUs.
     """
     found, settings, trainer = [], config.ray, config.trainer
-    num_local = trainer.num_local_ranks or trainer.num_ranks
     is_on_gpu = trainer.device != "cpu" and num_gpus > 0
     for plan in plans:
         if plan.is_worker:
@@ -405,25 +415,44 @@ def for_cluster(config: Config, plans: list[ChildPlan], num_gpus: int) -> list[C
         elif plan.is_engine:
             plan = msgspec.structs.replace(plan, num_cpus=settings.engine_cpus, bind="{host}:0")
         elif plan.role == TRAINER:
-            needed = settings.trainer_gpus or num_local * is_on_gpu
+            needed = settings.trainer_gpus or trainer.local_ranks * is_on_gpu
             cpus = settings.trainer_cpus
             plan = msgspec.structs.replace(plan, num_cpus=cpus, num_gpus=needed)
-            if num_local < trainer.num_ranks:
-                plan = msgspec.structs.replace(plan, bind="{host}:0", listens=False)
         found.append(plan)
-    return found + [
-        plan_rank(config, number, num_gpus=int(is_on_gpu))
-        for number in range(num_local, trainer.num_ranks)
+    return with_ranks(config, found, "{host}", int(is_on_gpu))
+
+
+def with_ranks(
+    config: Config, plans: list[ChildPlan], host: str, num_gpus: int, *, share_nodes: bool = False
+) -> list[ChildPlan]:
+    """Return the plans with those of the trainer's ranks that have a place of their own.
+
+    The trainer waits for them at `host`. Each has `num_gpus` GPUs of its own, or with `share_nodes`
+    sees those of its node, on which there are as many ranks as on the trainer's.
+    """
+    trainer = config.trainer
+    if trainer.local_ranks == trainer.num_ranks:
+        return plans
+    found = [
+        msgspec.structs.replace(plan, bind=f"{host}:0", listens=False)
+        if plan.role == TRAINER
+        else plan
+        for plan in plans
     ]
+    for number in range(trainer.local_ranks, trainer.num_ranks):
+        local_rank = number % trainer.local_ranks if share_nodes else 0
+        found.append(plan_rank(config, number, num_gpus, local_rank))
+    return found
 
 
-def plan_rank(config: Config, number: int, num_gpus: int) -> ChildPlan:
+def plan_rank(config: Config, number: int, num_gpus: int, local_rank: int) -> ChildPlan:
     """Return a rank of the trainer that has a place of its own; it dials the trainer's address."""
     settings = ("--config", str(config_path(config)))
     words = ("--rank", str(number), "--controller", f"{{{TRAINER}:bind}}")
+    local = ("--local-rank", str(local_rank)) if local_rank else ()
     return ChildPlan(
         role=f"rank-{number}",
-        argv=(*ROLLMESH, "rank", *settings, *words),
+        argv=(*ROLLMESH, "rank", *settings, *words, *local),
         key="publisher",
         key_name=TRAINER,
         is_rank=True,

@@ -31,7 +31,13 @@ from rollmesh.launch.checks import check
 from rollmesh.launch.devices import Devices, assign_devices, with_devices
 from rollmesh.launch.folder import RunFolder, config_path
 from rollmesh.launch.hosts.base import Host
-from rollmesh.launch.hosts.slurm import Allocation, find_allocation, place_in_job, sized
+from rollmesh.launch.hosts.slurm import (
+    Allocation,
+    find_allocation,
+    gpus_of_job,
+    place_in_job,
+    sized,
+)
 from rollmesh.launch.keys import check_run_keys, make_engine_key, make_run_keys
 from rollmesh.launch.machine import MeshState, RunEnd
 from rollmesh.launch.notices import EngineLoads, ErrorTail, RecoveryTail, RolloutFailures
@@ -46,6 +52,7 @@ from rollmesh.launch.plan import (
     plan_serving,
     start_weights,
     with_local_ranks,
+    with_router_on,
 )
 from rollmesh.launch.progress import RunProgress
 from rollmesh.launch.screen import (
@@ -103,6 +110,8 @@ class LaunchedRun:
         self._order = order
         self._config = order.config
         self._allocation: Allocation
+        self._address = ""
+        """On a cluster: the address of this node for the others."""
         self._clock = SystemClock()
         self._started_s = self._clock.now_s()
         width = None if sys.stdout.isatty() else PIPE_WIDTH
@@ -112,7 +121,8 @@ class LaunchedRun:
         """Implement `launch`."""
         if cluster := self._order.cluster:
             check_run_keys(f"--on {cluster}", has_keys=self._order.has_keys)
-            self._config = on_network(self._config, self._join_cluster())
+            self._address = self._join_cluster()
+            self._config = on_network(self._config)
         config = self._config
         makes_model, is_local = bool(self._order.make_model), not self._order.cluster
         await check(config, makes_model, self._order.share, self._print, is_local=is_local)
@@ -153,7 +163,7 @@ class LaunchedRun:
         """Find the cluster; return the address of this node for the others."""
         if self._order.cluster == "slurm":
             self._allocation = find_allocation()
-            self._config = sized(self._config, len(self._allocation.nodes))
+            self._config = sized(self._config, len(self._allocation.nodes), gpus_of_job())
             return self._allocation.address
         from rollmesh.launch.hosts.ray import (  # noqa: PLC0415 - an extra
             connect_to_cluster,
@@ -168,6 +178,8 @@ class LaunchedRun:
         """Assign the processes to hosts, and open the listening sockets of this machine."""
         config = self._config
         hosts: Mapping[str, Host]
+        if self._order.cluster:
+            plans = with_router_on(self._address, config, plans)
         match self._order.cluster:
             case None:
                 return open_mesh(plans, mark)

@@ -132,7 +132,9 @@ class Supervisor:
         self._num_started = 0
         self._mesh = mesh
         self._local = LocalHost(folder.logs, mesh.sockets)
-        self._addresses = {role: http_address(each) for role, each in mesh.sockets.items()}
+        self._addresses: dict[str, str] = {}
+        for role, listening in mesh.sockets.items():
+            self._record_address(role, http_address(listening))
 
     def pids(self) -> dict[str, int]:
         """Return this machine's running processes by role, launch included."""
@@ -255,12 +257,16 @@ class Supervisor:
     def _move(self, role: str, address: str) -> None:
         """Record the address of a process on another node; the router gets an engine's new one."""
         before = self._addresses.get(role, address)
-        self._addresses[role] = address
-        self._addresses[f"{role}:bind"] = address.replace("http://", "tcp://", 1)
+        self._record_address(role, address)
         if self._plans[role].is_engine and before != address:
             self._notify_router(AddEngine(self._num_started, address, is_launched=True))
             gone = DropEngine(self._num_started, before, force=True, is_launched=True)
             self._notify_router(gone)
+
+    def _record_address(self, role: str, address: str) -> None:
+        """Fill in `{role}` and `{role:bind}` from now on."""
+        self._addresses[role] = address
+        self._addresses[f"{role}:bind"] = address.replace("http://", "tcp://", 1)
 
     def _notify_router(self, message: WorkerExited | AddEngine | DropEngine) -> None:
         if router := self.ready.get("router"):

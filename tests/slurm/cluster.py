@@ -58,7 +58,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ReturnToService=2
 KillWait=30
-SlurmdTimeout=10
+SlurmdTimeout=60
 MinJobAge=600
 SchedulerParameters=requeue_delay=1
 GresTypes=gpu
@@ -94,7 +94,7 @@ class SlurmCluster:
             self._start("munged", LOGIN, self._munged())
             self._start("slurmctld", LOGIN, ["slurmctld", "-D"])
             for node in self.nodes:
-                self.start_node(node)
+                self._start(node, node, ["slurmd", "-D", "-N", node])
             self._wait_until_idle()
             self._stack = undo.pop_all()
         return self
@@ -180,9 +180,9 @@ class SlurmCluster:
             psutil.wait_procs(found, timeout=POLL_S)
             self._daemons[node].wait_for(POLL_S)
 
-    def start_node(self, node: str) -> None:
-        """Start slurmd on a node."""
-        self._start(node, node, ["slurmd", "-D", "-N", node])
+    def report_lost(self, node: str) -> None:
+        """Mark a killed node as down at once, as Slurm does after SlurmdTimeout."""
+        self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=killed")
 
     def state(self, node: str) -> str:
         """Return the state of a node, such as IDLE."""

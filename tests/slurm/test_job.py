@@ -1,4 +1,4 @@
-"""`rollmesh up --on slurm` on a Slurm cluster of three nodes: to the end, and through faults."""
+"""`rollmesh up --on slurm` on three nodes of a Slurm cluster: to the end, and through faults."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,8 @@ import pytest
 from rollmesh.cli.runs import SETTINGS
 from rollmesh.core.orphans import MARK_VARIABLE
 from rollmesh.launch.folder import read_pids
-from tests.flow.demo import SHORT, follow, read
+from rollmesh.testing.sglang_server import write_sglang_python
+from tests.flow.demo import SHORT, read
 from tests.slurm.cluster import SlurmCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -33,9 +34,19 @@ class Job:
         self.id = lines[0].split()[1]
         """The job's id."""
 
-    def until_step(self, number: int) -> None:
-        """Wait until so many steps are done."""
-        next(row for row in follow(self.run / "metrics.jsonl") if row["step"] >= number)
+    def until_step(self, number: int, num_restarts: int = 0) -> None:
+        """Wait until so many steps are done, after the trainer was started again so often."""
+
+        def is_done() -> bool:
+            restarts, steps = self._rows("recoveries.jsonl"), self._rows("metrics.jsonl")
+            before = restarts[-1]["num_steps"] if restarts else 0
+            return (
+                len(restarts) >= num_restarts
+                and bool(steps)
+                and steps[-1]["step"] >= before + number
+            )
+
+        self._cluster.wait_until(is_done, ENDS_WITHIN_S, self.output)
 
     def restart_now(self) -> None:
         """Wait until the job is queued again, and start it before Slurm would."""
@@ -50,6 +61,12 @@ class Job:
     def output(self) -> str:
         """The output of the script."""
         return (self.run.with_suffix(".slurm") / f"{self.id}.out").read_text()
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        """The complete rows of a file of the run."""
+        path = self.run / name
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return [msgspec.json.decode(line) for line in lines]
 
     def processes(self) -> list[psutil.Process]:
         """Those on any node that carry the job's mark."""
@@ -68,67 +85,68 @@ class Job:
         return {row.role: row.host for row in read_pids(self.run)}
 
 
-def test_a_job_trains_to_its_end_on_three_nodes(
+def test_a_job_trains_to_its_end_with_ranks_and_servers_on_other_nodes(
     cluster: SlurmCluster, model: Path, tmp_path: Path
 ) -> None:
-    job = Job(cluster, model, tmp_path)
+    settings = {
+        "slurm.gpus_per_node": 4,
+        "trainer.num_ranks": 2,
+        "trainer.num_local_ranks": 1,
+        "engine.launch": "sglang",
+        "engine.python": write_python(tmp_path),
+        "engine.num_servers": 2,
+        "engine.gpus_each": 2,
+    }
+    job = Job(cluster, model, tmp_path, **settings)
     assert job.ended() == "COMPLETED", job.output()
     nodes = job.nodes()
-    assert {nodes[role] for role in ("launch", "router", "trainer", "dashboard")} == {"n0"}
-    assert {nodes["engine-0"], nodes["worker-0"]} == {"n1"}
-    assert nodes["worker-1"] == "n2"
+    assert {nodes.pop(role) for role in ("launch", "router", "trainer", "dashboard")} == {"n0"}
+    assert nodes.pop("rank-1") == "n1"
+    assert nodes == dict.fromkeys(("engine-0", "engine-1", "worker-0", "worker-1"), "n2")
+    assert sorted((tmp_path / "servers").read_text().splitlines()) == ["n2 0,1", "n2 2,3"]
     summary = read(job.run / "summary.json")
     assert (summary["ended"], summary["num_steps"]) == ("done", SHORT["trainer.num_steps"])
     assert (summary["num_lost"], summary["num_dropped"]) == (0, 0)
     assert job.processes() == []
 
 
-def test_the_processes_of_a_lost_node_run_elsewhere(
+def write_python(folder: Path) -> Path:
+    """Write a stand-in for a Python with SGLang that records the node and GPUs of each server."""
+    server = write_sglang_python(folder)
+    program = folder / "recording-python"
+    program.write_text(
+        f'#!/bin/sh\n[ "$1" = -m ] && echo "$(hostname) $CUDA_VISIBLE_DEVICES" >>{folder}/servers\n'
+        f'exec {server} "$@"\n'
+    )
+    program.chmod(0o755)
+    return program
+
+
+def test_a_job_survives_lost_nodes_and_its_time_limit_until_it_is_cancelled(
     cluster: SlurmCluster, model: Path, tmp_path: Path
 ) -> None:
-    settings = {"trainer.num_steps": 60, "launch.node_timeout_s": 3}
+    settings = {
+        "trainer.num_steps": 100_000,  # it never ends by itself
+        "trainer.checkpoint_steps": 2,
+        "launch.node_timeout_s": 3,
+    }
     job = Job(cluster, model, tmp_path, **settings)
     job.until_step(2)
     cluster.kill_node("n2")
-    try:
-        cluster.wait_until(lambda: job.nodes()["worker-1"] == "n1", ENDS_WITHIN_S, job.output)
-        assert job.ended() == "COMPLETED", job.output()
-    finally:
-        cluster.start_node("n2")
-    summary = read(job.run / "summary.json")
-    assert (summary["ended"], summary["num_lost"], summary["num_dropped"]) == ("done", 0, 0)
-    assert job.processes() == []
-
-
-def test_a_cancelled_job_leaves_nothing_behind(
-    cluster: SlurmCluster, model: Path, tmp_path: Path
-) -> None:
-    job = Job(cluster, model, tmp_path, **{"trainer.num_steps": 10_000})
-    job.until_step(2)
+    cluster.wait_until(lambda: job.nodes()["worker-1"] == "n1", ENDS_WITHIN_S, job.output)
+    cluster.report_lost("n2")
+    cluster.run("scancel", "--batch", "--signal=USR1", job.id)  # as Slurm before the limit
+    job.restart_now()
+    job.until_step(2, num_restarts=1)
+    cluster.kill_node("n0")
+    cluster.report_lost("n0")
+    job.restart_now()  # on other nodes: Slurm still has a kill of the old script to send to n0
+    job.until_step(2, num_restarts=2)
+    assert {"n0", "n2"}.isdisjoint(job.nodes().values())
     assert job.processes()
     cluster.run("scancel", job.id)
     assert job.ended() == "CANCELLED"
     assert job.processes() == []
-    assert read(job.run / "state.json")["resume"].endswith("--nodes 3 --resume")
-
-
-def test_a_job_resumes_after_its_time_limit_and_after_its_first_node_was_lost(
-    cluster: SlurmCluster, model: Path, tmp_path: Path
-) -> None:
-    settings = {"trainer.num_steps": 25, "trainer.checkpoint_steps": 2, "launch.node_timeout_s": 3}
-    job = Job(cluster, model, tmp_path, **settings)
-    job.until_step(2)
-    cluster.run("scancel", "--batch", "--signal=USR1", job.id)  # as Slurm before the limit
-    job.restart_now()
-    job.until_step(8)
-    cluster.kill_node("n0")
-    try:
-        cluster.wait_for_job(job.id, ("PENDING",), ENDS_WITHIN_S)
-    finally:
-        cluster.start_node("n0")
-    job.restart_now()
-    assert job.ended() == "COMPLETED", job.output()
     summary = read(job.run / "summary.json")
-    assert (summary["ended"], summary["num_steps"]) == ("done", 25)
-    assert summary["num_lives"] == 3
-    assert job.processes() == []
+    assert (summary["ended"], summary["num_lives"], summary["num_lost"]) == ("stopped", 3, 0)
+    assert read(job.run / "state.json")["resume"].endswith("--resume --nodes 3")

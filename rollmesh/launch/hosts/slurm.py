@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,17 +32,18 @@ from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.orphans import kill_marked, sweep_memory
 from rollmesh.core.process import OK, USAGE
-from rollmesh.launch.devices import with_places
+from rollmesh.launch.devices import gpus_of_trainer, with_places
 from rollmesh.launch.hosts import runner
 from rollmesh.launch.hosts.base import ChildCallbacks, ChildOrder
 from rollmesh.launch.hosts.remote import CommandHost, RemoteChild, RunnerConnection
-from rollmesh.launch.plan import ChildPlan, engine_roles
+from rollmesh.launch.plan import ChildPlan, engine_roles, with_local_ranks, with_ranks
 
 log = get_logger()
 
 MODULE = "rollmesh.launch.hosts.slurm"
 JOB_VARIABLE = "SLURM_JOB_ID"
 NODE_VARIABLE = "SLURMD_NODENAME"
+GPUS_VARIABLE = "SLURM_GPUS_ON_NODE"
 SCONTROL_TIMEOUT_S = 60.0
 SHARED_WITHIN_S = 20.0
 """Time for a shared file system to show another node's new file."""
@@ -130,48 +132,87 @@ def own_address(others: Sequence[str]) -> str:
         return str(probe.getsockname()[0])
 
 
-def sized(config: Config, num_nodes: int) -> Config:
-    """Return the settings with the numbers of engines and workers of a job of so many nodes."""
-    slurm, engine, worker = config.slurm, config.engine, config.worker
-    others = max(num_nodes - 1, 1)
+def gpus_of_job(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of GPUs that the job has on this node, as far as Slurm reports it."""
+    word = environ.get(GPUS_VARIABLE, "")
+    return int(word) if word.isdecimal() else 0
+
+
+def sized(config: Config, num_nodes: int, num_gpus: int = 0) -> Config:
+    """Return the settings with the numbers of ranks, engines and workers of a job of so many nodes;
+    each has `num_gpus` GPUs (0: slurm.gpus_per_node). ConfigError if it has too few nodes.
+    """
+    num_gpus = num_gpus or config.slurm.gpus_per_node
+    slurm = msgspec.structs.replace(config.slurm, gpus_per_node=num_gpus)
+    config = with_local_ranks(config, num_gpus, num_local=num_gpus)
+    trainer, engine, worker = config.trainer, config.engine, config.worker
+    if (needed := num_trainer_nodes(config)) > num_nodes:
+        raise ConfigError(
+            f"trainer.num_ranks = {trainer.num_ranks}: with {trainer.local_ranks} on a node they "
+            f"need {needed} nodes, and the job has {num_nodes}; raise --nodes, or "
+            "trainer.num_local_ranks"
+        )
+    others = num_serving_nodes(config, num_nodes)
     if slurm.engines_per_node:
         count = slurm.engines_on_first + slurm.engines_per_node * others
         key = "num_servers" if engine.launch == "sglang" else "num_embedded"
         engine = msgspec.structs.replace(engine, **{key: count})
     if slurm.workers_per_node:
         worker = msgspec.structs.replace(worker, num_workers=slurm.workers_per_node * others)
-    return msgspec.structs.replace(config, engine=engine, worker=worker)
+    return msgspec.structs.replace(config, engine=engine, worker=worker, slurm=slurm)
+
+
+def num_trainer_nodes(config: Config) -> int:
+    """Return the number of nodes that have ranks of the trainer: the first ones of the job."""
+    return math.ceil(config.trainer.num_ranks / config.trainer.local_ranks)
+
+
+def num_serving_nodes(config: Config, num_nodes: int) -> int:
+    """Return the number of nodes that have engines and workers: the last ones of the job.
+
+    They are those without ranks of the trainer; if all have some, those besides the first.
+    """
+    return num_nodes - num_trainer_nodes(config) or max(num_nodes - 1, 1)
 
 
 def check_gpus(config: Config) -> None:
-    """Raise ConfigError if a node has too few GPUs for its engines."""
-    slurm, engine = config.slurm, config.engine
+    """Raise ConfigError if a node of the job has too few GPUs for its ranks and engines."""
+    slurm = config.slurm
+    config = sized(config, slurm.nodes)
+    engine, trainer = config.engine, config.trainer
     if engine.launch != "sglang" or not engine.gpus_each:
         return
-    num_others = max(slurm.nodes - 1, 1)
-    spread = engine.num_servers - slurm.engines_on_first
-    per_node = slurm.engines_per_node or math.ceil(spread / num_others)
-    if slurm.nodes == 1:
-        per_node += slurm.engines_on_first
-    if per_node * engine.gpus_each > slurm.gpus_per_node:
-        raise ConfigError(
-            f"slurm.gpus_per_node = {slurm.gpus_per_node}: {per_node} engines on a node with "
-            f"engine.gpus_each = {engine.gpus_each} need {per_node * engine.gpus_each} GPUs"
-        )
+    is_on_gpus = len(gpus_of_trainer(config, slurm.gpus_per_node)) > 0
+    ranks = Counter(rank // trainer.local_ranks for rank in range(trainer.num_ranks * is_on_gpus))
+    num_serving = num_serving_nodes(config, slurm.nodes)
+    spread = range(max(engine.num_servers - slurm.engines_on_first, 0))
+    engines = Counter(slurm.nodes - num_serving + at % num_serving for at in spread)
+    engines[0] += min(slurm.engines_on_first, engine.num_servers)
+    for node in range(slurm.nodes):
+        needed = ranks[node] + engines[node] * engine.gpus_each
+        if needed > slurm.gpus_per_node:
+            raise ConfigError(
+                f"slurm.gpus_per_node = {slurm.gpus_per_node}: node {node + 1} of the job has "
+                f"{ranks[node]} ranks of the trainer and {engines[node]} engines with "
+                f"engine.gpus_each = {engine.gpus_each}, which need {needed} GPUs"
+            )
 
 
 def home_nodes(config: Config, plans: Sequence[ChildPlan], others: Sequence[str]) -> dict[str, str]:
     """Return the home nodes of the processes that do not run on the first node, by role.
 
-    Engines and workers are dealt out in turn; router, trainer and dashboard stay on the first.
+    Ranks of the trainer fill one node after another. Engines and workers are dealt out in turn;
+    router, trainer and dashboard stay on the first.
     """
     if not others:
         return {}
+    trainer, serving = config.trainer, others[-num_serving_nodes(config, len(others) + 1) :]
+    ranks = [plan.role for plan in plans if plan.is_rank]
     engines = [role for role in engine_roles(config) if role in {plan.role for plan in plans}]
     workers = [plan.role for plan in plans if plan.is_worker]
-    homes: dict[str, str] = {}
+    homes = {role: others[number // trainer.local_ranks] for number, role in enumerate(ranks)}
     for roles in (engines[config.slurm.engines_on_first :], workers):
-        homes |= {role: others[number % len(others)] for number, role in enumerate(roles)}
+        homes |= {role: serving[number % len(serving)] for number, role in enumerate(roles)}
     return homes
 
 
@@ -193,7 +234,7 @@ class NodeChoice:
     def choose(self, order: ChildOrder, now_s: float) -> str:
         """Return the node for a process: its home, unless that was lost and another was not.
 
-        A process with GPUs stays at home, since the GPUs of the other nodes have their engines.
+        A process with GPUs stays at home, since the GPUs of the other nodes have their processes.
         """
         home = self._homes[order.role]
         usable = [
@@ -268,6 +309,8 @@ def place_in_job(
     """Return the plans with the addresses that they listen on, and the hosts of those that run on
     other nodes than the first.
     """
+    on_gpus = len(gpus_of_trainer(config, config.slurm.gpus_per_node)) > 0
+    plans = with_ranks(config, [*plans], allocation.address, int(on_gpus), share_nodes=True)
     homes = home_nodes(config, plans, allocation.others)
     host = SlurmHost(allocation, homes, config, mark)
     placed, engines = [], engine_roles(config)

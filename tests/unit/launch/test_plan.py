@@ -9,6 +9,7 @@ from rollmesh.core.config import (
     DashboardConfig,
     EngineConfig,
     ModelConfig,
+    RouterConfig,
     RunConfig,
     TrainerConfig,
     WorkerConfig,
@@ -20,10 +21,13 @@ from rollmesh.launch.plan import (
     StartWeights,
     fill,
     for_cluster,
+    on_network,
     plan_mesh,
+    plan_router,
     roles_in,
     start_weights,
     with_local_ranks,
+    with_router_on,
 )
 
 CONFIG = Config(model=ModelConfig(path="some/model"), worker=WorkerConfig(num_workers=3))
@@ -214,6 +218,19 @@ def test_ranks_that_fit_a_node_are_the_trainers_own(largest_gpus: int, num_gpus:
     config = with_local_ranks(config, largest_gpus)
     [plan] = for_cluster(config, [trainer_plan()], num_gpus)
     assert (plan.num_gpus, plan.bind) == (num_gpus, "")
+
+
+@pytest.mark.parametrize(
+    ("bind", "words"),
+    [("tcp://127.0.0.1:0", ["--bind", "tcp://10.0.0.1:0"]), ("tcp://10.1.0.1:5555", [])],
+)
+def test_a_router_listens_for_other_nodes_and_the_settings_keep_no_address(
+    bind: str, words: list[str]
+) -> None:
+    config = on_network(Config(router=RouterConfig(bind=bind)))
+    assert config.router.bind == bind
+    [plan] = with_router_on("10.0.0.1", config, [plan_router(config, ())])
+    assert [*plan.argv[len(plan_router(config, ()).argv) :]] == words
 
 
 def trainer_plan() -> ChildPlan:

@@ -67,6 +67,16 @@ def test_a_job_may_share_its_nodes_and_end_at_its_limit(config: Config) -> None:
         assert word not in script
 
 
+def test_a_job_asks_for_the_gpus_of_its_servers(config: Config) -> None:
+    engine = EngineConfig(launch="sglang", num_servers=4, gpus_each=2)
+    config = msgspec.structs.replace(config, engine=engine)
+    script = job_script(with_slurm(config, nodes=3, gpus_per_node=4), ["mesh.toml"])
+    assert "#SBATCH --nodes=3\n" in script
+    assert "#SBATCH --gpus-per-node=4\n" in script
+    with pytest.raises(UserError, match=r"gpus_per_node = 2: node 2 .* 2 engines .* need 4 GPUs"):
+        job_script(with_slurm(config, nodes=3, gpus_per_node=2), ["mesh.toml"])
+
+
 def test_a_run_folder_need_not_be_shared_if_weights_are_not_files(config: Config) -> None:
     assert ' "$started"\nexport' in job_script(config, [])
     distributed = msgspec.structs.replace(config, publish=PublishConfig(mode="distributed"))

@@ -6,19 +6,31 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from rollmesh.core.config import Config, EngineConfig, ModelConfig, SlurmConfig, WorkerConfig
+from rollmesh.core.config import (
+    Config,
+    EngineConfig,
+    ModelConfig,
+    SlurmConfig,
+    TrainerConfig,
+    WorkerConfig,
+)
 from rollmesh.core.errors import AddressError, ConfigError
+from rollmesh.core.gpus import PLACES_VARIABLE
 from rollmesh.core.orphans import MARK_VARIABLE
 from rollmesh.core.process import OK, USAGE
 from rollmesh.launch.hosts.base import ChildOrder
 from rollmesh.launch.hosts.slurm import (
+    Allocation,
     NodeChoice,
     check_gpus,
+    gpus_of_job,
     home_nodes,
     node_addresses,
     own_address,
+    place_in_job,
     prepare,
     resolved,
     sized,
@@ -71,6 +83,47 @@ def test_counts_per_node_grow_with_the_job() -> None:
     assert "engine-6" in homes_of(4, slurm)
 
 
+def test_ranks_that_fit_no_node_fill_the_first_ones_and_the_others_serve() -> None:
+    slurm = SlurmConfig(gpus_per_node=4, engines_per_node=2)
+    config = sized(Config(trainer=TrainerConfig(num_ranks=6), slurm=slurm), 4)
+    assert (config.trainer.local_ranks, config.engine.num_embedded) == (4, 4)
+    allocation = Allocation("7", {name: f"10.0.0.{name[1]}" for name in ("n1", "n2", "n3", "n4")})
+    plans, hosts = place_in_job(config, plan_mesh(config, PATH), allocation, "m")
+    homes = home_nodes(config, plans, allocation.others)
+    assert [role for role, node in homes.items() if node == "n2"] == ["rank-4", "rank-5"]
+    assert {homes[role] for role in homes if role.startswith("engine")} == {"n3", "n4"}
+    by_role = {plan.role: plan for plan in plans}
+    assert (by_role["trainer"].bind, by_role["trainer"].listens) == ("10.0.0.1:0", False)
+    assert by_role["rank-5"].argv[-2:] == ("--local-rank", "1")
+    assert "rank-5" in hosts
+    assert "trainer" not in hosts
+
+
+def test_ranks_on_all_nodes_share_them_with_the_engines() -> None:
+    config = Config(
+        trainer=TrainerConfig(num_ranks=4, num_local_ranks=2, device="cuda"),
+        engine=EngineConfig(launch="sglang", num_servers=2, gpus_each=1),
+        slurm=SlurmConfig(nodes=2, gpus_per_node=4),
+    )
+    allocation = Allocation("7", {"n1": "10.0.0.1", "n2": "10.0.0.2"})
+    plans, _ = place_in_job(sized(config, 2), plan_mesh(config, PATH), allocation, "m")
+    places = [plan.variables.get(PLACES_VARIABLE) for plan in plans if plan.is_engine]
+    assert places == ["2", "3"]
+
+
+def test_more_ranks_than_the_nodes_have_places_for_are_refused() -> None:
+    config = Config(trainer=TrainerConfig(num_ranks=6), slurm=SlurmConfig(gpus_per_node=2))
+    with pytest.raises(ConfigError, match="num_ranks = 6: with 2 on a node they need 3 nodes"):
+        sized(config, 2)
+
+
+def test_slurm_reports_the_gpus_of_a_node() -> None:
+    assert gpus_of_job({"SLURM_GPUS_ON_NODE": "8"}) == 8
+    assert gpus_of_job({}) == 0
+    config = Config(trainer=TrainerConfig(num_ranks=16))
+    assert sized(config, 2, num_gpus=8).trainer.local_ranks == 8
+
+
 def test_servers_of_sglang_grow_with_the_job() -> None:
     engine = EngineConfig(launch="sglang")
     config = Config(engine=engine, slurm=SlurmConfig(engines_per_node=2))
@@ -88,6 +141,11 @@ def test_more_engines_than_gpus_are_refused() -> None:
     engine = EngineConfig(launch="sglang", gpus_each=4)
     slurm = SlurmConfig(nodes=3, engines_per_node=2, gpus_per_node=8)
     check_gpus(Config(engine=engine, slurm=slurm))
+    trainer = TrainerConfig(num_ranks=8)
+    check_gpus(Config(trainer=trainer, engine=engine, slurm=slurm))
+    slurm = msgspec.structs.replace(slurm, engines_on_first=1)
+    with pytest.raises(ConfigError, match="node 1 of the job has 8 ranks of the trainer and 1 eng"):
+        check_gpus(Config(trainer=trainer, engine=engine, slurm=slurm))
     with pytest.raises(ConfigError, match=r"gpus_per_node = 8.* need 12 GPUs"):
         check_gpus(
             Config(engine=engine, slurm=SlurmConfig(nodes=3, engines_per_node=3, gpus_per_node=8))
