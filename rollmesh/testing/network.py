@@ -161,7 +161,8 @@ class HostNetwork:
             self._forwarder.attach(host.address, host.call(open_tun, DEVICE))
             _ip(host.namespace, "link", "set", DEVICE, "mtu", str(MTU_BYTES))
         else:
-            end = ("peer", "name", DEVICE, "netns", host.namespace)
+            hardware = ("address", hardware_address(host.address))
+            end = ("peer", "name", DEVICE, *hardware, "netns", host.namespace)
             port = _port_of(host)
             _ip(self._switch, "link", "add", port, "type", "veth", *end)
             _ip(self._switch, "link", "set", port, "master", "switch", "up")
@@ -218,6 +219,15 @@ class HostNetwork:
             self._forwarder.set_link(host.address, up=up)
         else:
             _ip(self._switch, "link", "set", _port_of(host), "up" if up else "down")
+
+
+def hardware_address(address: str) -> str:
+    """Return the hardware address of the host with this IP address.
+
+    A successor has the same one. With another, the other hosts would send to the old device for up
+    to a minute, because a namespace does not announce its address by ARP as real hosts do.
+    """
+    return ":".join(f"{byte:02x}" for byte in (2, 0, *ipaddress.IPv4Address(address).packed))
 
 
 def remove_stale() -> None:

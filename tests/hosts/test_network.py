@@ -99,14 +99,20 @@ def test_connection_survives_a_short_cut(network: HostNetwork) -> None:
 
 def test_host_that_vanishes_is_replaced_at_its_address(network: HostNetwork) -> None:
     one = network["one"]
+    assert reaches(one, network["other"], ARRIVES_WITHIN_S)
+    card = hardware_address_of(network["other"])
     gone = network.vanish("other")
     assert not reaches(one, network["third"]) or gone.namespace not in os.listdir(NAMESPACES)
     process = network["third"].start(["sleep", "1000"])
     network.vanish("third")
     assert process.wait(ARRIVES_WITHIN_S) == -signal.SIGKILL
     other = network.add("other", gone.address)
-    assert other.address == gone.address
+    assert (other.address, hardware_address_of(other)) == (gone.address, card)
     assert reaches(one, other, ARRIVES_WITHIN_S)
+
+
+def hardware_address_of(host: VirtualHost) -> str:
+    return host.run("ip", "-brief", "link", "show", "eth0").split()[2]
 
 
 def test_forwarder_delays_packets_between_hosts() -> None:
