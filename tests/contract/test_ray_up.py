@@ -1,5 +1,6 @@
 """`rollmesh up --on ray` on a real cluster of three nodes: a run survives the loss of any part."""
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -163,8 +164,16 @@ class RunOnRay:
         ]
         psutil.wait_procs(processes, timeout=PATIENCE_S)
         assert [each for each in processes if each.is_running()] == []
-        copies = [path.name for path in Path("/dev/shm").glob(f"{memory_prefix()}*.json")]
-        assert copies == []
+        assert [path.name for path in self._copies()] == []
+
+    def _copies(self) -> Iterator[Path]:
+        """The copies of this run's keys and settings on any node."""
+        files = [*(self.run / "keys").iterdir(), self.run / "config.json"]
+        contents = {path.read_bytes() for path in files}
+        for path in Path("/dev/shm").glob(f"{memory_prefix()}*.json"):
+            with contextlib.suppress(FileNotFoundError):  # another run's
+                if path.read_bytes() in contents:
+                    yield path
 
     def close(self) -> None:
         if self.process:
