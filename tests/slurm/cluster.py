@@ -31,7 +31,7 @@ CPUS = 16
 """CPUs that a node claims to have."""
 START_S = 60.0
 STOP_S = 15.0
-POLL_S = 0.1
+POLL_S = 0.2
 
 SETTINGS = """\
 ClusterName=test
@@ -60,7 +60,7 @@ ReturnToService=2
 KillWait=30
 SlurmdTimeout=60
 MinJobAge=600
-SchedulerParameters=requeue_delay=1
+SchedulerParameters=sched_interval=1,bf_interval=1
 GresTypes=gpu
 """
 

@@ -46,12 +46,15 @@ class Job:
                 and steps[-1]["step"] >= before + number
             )
 
-        self._cluster.wait_until(is_done, ENDS_WITHIN_S, self.output)
+        self._cluster.wait_until(is_done, ENDS_WITHIN_S, self._report)
 
-    def restart_now(self) -> None:
-        """Wait until the job is queued again, and start it before Slurm would."""
+    def restart_soon(self) -> None:
+        """Wait until the job is queued again, and let it start before Slurm would.
+
+        A node refuses a job in the second in which it was queued again: credential revoked.
+        """
         self._cluster.wait_for_job(self.id, ("PENDING",), ENDS_WITHIN_S)
-        self._cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+        self._cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now+2")
 
     def ended(self) -> str:
         """Wait for its end; return its state."""
@@ -61,6 +64,9 @@ class Job:
     def output(self) -> str:
         """The output of the script."""
         return (self.run.with_suffix(".slurm") / f"{self.id}.out").read_text()
+
+    def _report(self) -> str:
+        return f"{self._cluster.job(self.id)}\n{self.output()}"
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
         """The complete rows of a file of the run."""
@@ -136,11 +142,11 @@ def test_a_job_survives_lost_nodes_and_its_time_limit_until_it_is_cancelled(
     cluster.wait_until(lambda: job.nodes()["worker-1"] == "n1", ENDS_WITHIN_S, job.output)
     cluster.report_lost("n2")
     cluster.run("scancel", "--batch", "--signal=USR1", job.id)  # as Slurm before the limit
-    job.restart_now()
+    job.restart_soon()
     job.until_step(2, num_restarts=1)
     cluster.kill_node("n0")
     cluster.report_lost("n0")
-    job.restart_now()  # on other nodes: Slurm still has a kill of the old script to send to n0
+    job.restart_soon()  # on other nodes: Slurm still has a kill of the old script to send to n0
     job.until_step(2, num_restarts=2)
     assert {"n0", "n2"}.isdisjoint(job.nodes().values())
     assert job.processes()
