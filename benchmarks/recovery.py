@@ -23,8 +23,9 @@ import matplotlib
 import psutil
 
 from benchmarks.lib.report import Goal, parser, report
+from rollmesh.core.files import read_rows
 from rollmesh.launch.folder import read_pids, read_summary
-from rollmesh.trainer.reports.learning_curve import moving_mean, read_rows
+from rollmesh.trainer.reports.learning_curve import moving_mean
 from rollmesh.trainer.reports.records import read_recoveries
 
 matplotlib.use("Agg")  # there may be no display
@@ -78,8 +79,7 @@ class Demo:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of its train steps."""
-        path = self.run / "metrics.jsonl"
-        return [row for row in read_rows(path) if row["step"] >= 0] if path.exists() else []
+        return [row for row in read_rows(self.run / "metrics.jsonl") if row["step"] >= 0]
 
     def kill(self, kill: Kill) -> float:
         """Kill at the due step; return the seconds until a new step was done."""

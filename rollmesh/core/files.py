@@ -11,7 +11,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 FileMode = Literal["private", "group"]
 
@@ -56,6 +58,14 @@ class FileLine(NamedTuple):
 
     offset: int
     data: bytes
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines, without an incomplete last one; none if it does not
+    exist.
+    """
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [msgspec.json.decode(line) for line in lines]
 
 
 class FileTail:

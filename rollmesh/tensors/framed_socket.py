@@ -20,6 +20,7 @@ from typing import Final
 from rollmesh.core.errors import WireError
 from rollmesh.core.process import close_in_children
 from rollmesh.tensors.frames import LENGTH_BYTES, MAX_HEADER_BYTES, length_of
+from rollmesh.wire.sockets import notice_death, silence_times
 
 PATIENCE_S: Final = 30.0
 MAX_BUFFERS: Final = 1024
@@ -29,9 +30,9 @@ WINDOW_BYTES: Final = 2**20
 STEP_BYTES: Final = 2**16
 """Size of the steps in which a header is received."""
 CONNECTION_CLOSED: Final = "hung up"
-IDLE_S, PROBE_S, DEAD_S = 30, 10, 60
-"""The kernel probes a peer that is silent for IDLE_S every PROBE_S, and closes its connection after
-DEAD_S. Longer than network.silence_timeout_s: a transfer that is cut off begins again."""
+DEAD_S: Final = 60
+"""Silence of a machine after which a connection to it is closed. Longer than
+network.silence_timeout_s: a transfer that is cut off begins again."""
 
 
 class FramedSocket:
@@ -50,7 +51,7 @@ class FramedSocket:
         """A length that was peeked at."""
         close_in_children(connected)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _notice_death(connected, DEAD_S)
+        notice_death(connected, silence_times(DEAD_S))
 
     def allow(self, timeout_s: float) -> None:
         """Set a deadline for all that follows, however steady its progress."""
@@ -100,7 +101,9 @@ class FramedSocket:
     def share_machine(self) -> None:
         """Turn keepalive off: the other end is on this machine, whose kernel reports its death at
         once. One that is only stopped is then never considered dead."""
-        _notice_death(self._socket, 0)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
+        if sys.platform == "linux":
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
     def wait_for_end(self) -> None:
         """Wait until the other end closes or dies; ignore what it sends."""
@@ -173,12 +176,3 @@ def loss_reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "does not answer"
     return str(getattr(error, "strerror", None) or error).lower()
-
-
-def _notice_death(connected: socket.socket, dead_s: int) -> None:
-    """Detect a machine that lost power; disabled for 0."""
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(dead_s > 0))
-    if sys.platform == "linux":
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, dead_s * 1000)

@@ -1,12 +1,12 @@
 """Records in the files of a run, and the check that all of it was trained exactly once."""
 
 import collections
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rollmesh.core.files import read_rows
 from rollmesh.core.ids import GroupId
 from rollmesh.core.journal import Journal
 from rollmesh.core.types import Task
@@ -54,8 +54,8 @@ def why_not_whole(run: Path, num_steps: int) -> list[str]:
     """
     history = RunHistory(run)
     summary = msgspec.json.decode((run / "summary.json").read_bytes())
-    trained, drops = history.trained(), list(rows(run / "drops.jsonl"))
-    rollouts = [each["rollout_id"] for each in rows(run / "trajectories.jsonl")]
+    trained, drops = history.trained(), read_rows(run / "drops.jsonl")
+    rollouts = [each["rollout_id"] for each in read_rows(run / "trajectories.jsonl")]
     taken = {step: history.num_steps_taken[step] for step in range(num_steps)}
     found = {
         "steps not taken once": {step: times for step, times in taken.items() if times != 1},
@@ -70,11 +70,6 @@ def why_not_whole(run: Path, num_steps: int) -> list[str]:
     if (summary["num_steps"], summary["ended"]) != (num_steps, "done"):
         faults.append(f"ended as {summary['ended']} after {summary['num_steps']} steps")
     return faults
-
-
-def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file."""
-    return (msgspec.json.decode(line) for line in path.read_bytes().splitlines())
 
 
 def _repeated(ids: list[Any]) -> list[Any]:

@@ -337,13 +337,16 @@ def wait(sockets: Sequence[Hub | Dialer], doorbell: WakeSignal | None, timeout_s
         doorbell.hush()
 
 
-def notice_death(connected: socket.socket) -> None:
-    """Make the kernel close a TCP connection whose other end has been silent for too long."""
+def notice_death(connected: socket.socket, times: SilenceTimes | None = None) -> None:
+    """Make the kernel close a TCP connection whose other end has been silent for too long: by
+    default for network.silence_timeout_s.
+    """
+    times = times or _silence
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _silence.idle_s)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _silence.probe_s)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _silence.dead_ms)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, times.idle_s)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, times.probe_s)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, times.dead_ms)
 
 
 def _departures_of(socket: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":

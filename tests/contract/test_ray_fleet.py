@@ -1,6 +1,5 @@
 """The scheduler in a Ray cluster of several nodes: it restarts, and nodes join and leave."""
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -20,10 +19,9 @@ from rollmesh.scheduler.admission.transport import ask_scheduler
 from rollmesh.scheduler.planning.state import NodePhase
 from rollmesh.scheduler.service.explain import FleetExplanation, NodeView
 from rollmesh.wire.scheduling import ReadScheduler
-from tests.contract.ray_token import RAY_TOKEN
+from tests.contract.ray_token import HAS_RAY, RAY_TOKEN, ray_environment
 from tests.ports import free_ports
 
-HAS_RAY = importlib.util.find_spec("ray") is not None
 PATIENCE_S = 110.0
 LOOK_S = 0.2
 SLOT = "slot"
@@ -89,13 +87,7 @@ def _node(num_slots: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    if not HAS_RAY:
-        pytest.skip("Ray is not installed: make test-ray")
-    # Ray reads them when it is loaded; its workers find the package by this path.
-    path = os.pathsep.join(each for each in sys.path if each)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**RAY_TOKEN, "PYTHONPATH": path}.items():
-            patch.setenv(name, value)
+    with ray_environment() as patch:
         import ray  # noqa: PLC0415 - as above
 
         from rollmesh.scheduler.nodes.ray import up  # noqa: PLC0415 - as above

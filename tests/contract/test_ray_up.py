@@ -1,7 +1,6 @@
 """`rollmesh up --on ray` on a real cluster of three nodes: a run survives the loss of any part."""
 
 import contextlib
-import importlib.util
 import os
 import signal
 import subprocess
@@ -17,15 +16,15 @@ import msgspec
 import psutil
 import pytest
 
+from rollmesh.core.files import read_rows
 from rollmesh.core.orphans import memory_prefix
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.launch.folder import read_addresses, read_pids
 from rollmesh.testing.sglang_server import write_sglang_python
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
-from tests.contract.ray_token import RAY_TOKEN
+from tests.contract.ray_token import ray_environment
 
 pytestmark = pytest.mark.timeout(600)
-HAS_RAY = importlib.util.find_spec("ray") is not None
 PATIENCE_S = 240.0
 LOOK_S = 0.05
 NUM_STEPS = 30
@@ -56,13 +55,7 @@ learning_rate = 1e-3
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head, which has no place for our processes, and two nodes that have."""
-    if not HAS_RAY:
-        pytest.skip("Ray is not installed: make test-ray")
-    # Ray reads them when it is loaded; its workers find the package by this path.
-    path = os.pathsep.join(each for each in sys.path if each)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**RAY_TOKEN, "PYTHONPATH": path}.items():
-            patch.setenv(name, value)
+    with ray_environment() as patch:
         from ray.cluster_utils import Cluster  # noqa: PLC0415 - is not installed everywhere
 
         cluster = Cluster(initialize_head=True, head_node_args=_node(0))
@@ -120,9 +113,7 @@ class RunOnRay:
         return {row.role: row.pid for row in read_pids(self.run)}.get(role, 0)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        path = self.run / name
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        return [msgspec.json.decode(line) for line in lines]
+        return read_rows(self.run / name)
 
     def log(self) -> str:
         """The log of launch."""

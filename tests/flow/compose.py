@@ -6,6 +6,7 @@ checks the rest of the format.
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -154,3 +155,10 @@ def _extend(service: dict[str, Any], base: dict[str, Any]) -> None:
 
 def _target(volume: str | dict[str, Any]) -> str:
     return volume.split(":")[1] if isinstance(volume, str) else str(volume["target"])
+
+
+def write_short_settings(source: Path, path: Path, num_steps: int) -> None:
+    """Write the settings of `source` to `path`, with so many small steps and a short evaluation."""
+    steps = f"num_steps = {num_steps}\ngroups_per_step = 2\nsamples_per_group = 4"
+    text = re.sub("num_steps = .*", steps, source.read_text())
+    path.write_text(re.sub("eval_rollouts = .*", "eval_rollouts = 8", text))

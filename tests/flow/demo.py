@@ -59,9 +59,9 @@ def _started(folder: Path, *args: str, **settings: object) -> Running:
     )
 
 
-def follow(path: Path) -> Generator[dict[str, Any], None, None]:
-    """Yield rows of a file while it is written."""
-    command = ["tail", "-n", "+1", "-F", str(path)]
+def follow(path: Path, pid: int | None = None) -> Generator[dict[str, Any], None, None]:
+    """Yield rows of a file while it is written, until the process `pid` has ended."""
+    command = ["tail", "-n", "+1", *([f"--pid={pid}"] if pid else []), "-F", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tail:
         assert tail.stdout
         try:

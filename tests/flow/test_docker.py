@@ -25,7 +25,7 @@ from rollmesh.envs.guess import GuessEnv
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.wire.keys import check_bind
-from tests.flow.compose import DOCKER, Build, Compose, Service, read_compose
+from tests.flow.compose import DOCKER, Build, Compose, Service, read_compose, write_short_settings
 from tests.flow.containers import Container, Containers
 from tests.flow.demo import follow, read
 from tests.flow.dockerfile import Stages
@@ -320,11 +320,7 @@ def test_the_gateway_of_the_docs_serves_and_stops(tmp_path: Path, images: dict[s
 def mesh(tmp_path: Path, images: dict[str, Path]) -> Iterator[Containers]:
     """The services of compose.yaml, with an existing model and a run without end."""
     settings = tmp_path / "mesh.toml"
-    text = (DOCKER / "mesh.toml").read_text()
-    text = re.sub(
-        "num_steps = .*", "num_steps = 10000\ngroups_per_step = 2\nsamples_per_group = 4", text
-    )
-    settings.write_text(re.sub("eval_rollouts = .*", "eval_rollouts = 8", text))
+    write_short_settings(DOCKER / "mesh.toml", settings, num_steps=10_000)
     containers = Containers(read_compose("compose.yaml", {"MESH": str(settings)}), tmp_path, images)
     write_tiny_model(containers.volumes / "models", texts_of(GuessEnv()), TinyShape(), seed=0)
     try:

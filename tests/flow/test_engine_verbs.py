@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from rollmesh.core.ids import GroupId
 from rollmesh.core.process import INTERRUPTED
-from rollmesh.core.types import Branch
 from rollmesh.engine.fleet import COUNTS
 from rollmesh.launch.folder import read_pids
 from rollmesh.serve.client.client import Finished, RolloutClient
-from rollmesh.serve.client.samples import cut
-from rollmesh.testing.engine import ScriptedEngine, logprob_of
+from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.run_history import RunHistory
 from tests.flow.trained_mesh import TrainedMesh, wait_for
 from tests.flow.trained_mesh import model as model  # the fixture
@@ -32,6 +29,7 @@ from tests.flow.worker_mesh import (
     Process,
     ask,
     byte_token,
+    check_exact,
     look_until,
     running,
     take,
@@ -130,21 +128,6 @@ async def hold_two_groups(mesh: TwoEngines, client: RolloutClient) -> list[Group
     return group_ids
 
 
-def check_exact(finished: Finished) -> set[str]:
-    """Check that each token is what the weights give after its prefix; return the engines."""
-    branches: tuple[Branch, ...] = ("main",)
-    parts = (finished.record, finished.token_ids, finished.logprobs)
-    result = cut(finished.group_id, *parts, branches)
-    assert len(result.samples) == len(finished.record.rollouts)
-    for sample in result.samples:
-        ids = sample.token_ids.tolist()
-        assert sample.loss_mask.sum() == 2 * NUM_TOKENS
-        for at in np.flatnonzero(sample.loss_mask):
-            assert ids[at] == byte_token(0, ids[:at])
-            assert sample.logprobs[at] == np.float32(logprob_of(0, ids[at]))
-    return {url for rollout in finished.record.rollouts for url in rollout.engines}
-
-
 async def test_a_drained_engine_ends_its_requests_and_gets_no_more(mesh: TwoEngines) -> None:
     one, two = mesh.engines
     with closing(mesh.client()) as client:
@@ -167,7 +150,7 @@ async def test_a_drained_engine_ends_its_requests_and_gets_no_more(mesh: TwoEngi
         engines: set[str] = set()
         for finished in arrivals:
             assert isinstance(finished, Finished)
-            engines |= check_exact(finished)
+            engines |= check_exact(finished, 2 * NUM_TOKENS)
         assert engines == {one.url, two.url}
         assert one.num_seen("/generate") == num_before
         assert not one.num_seen("/abort_request")
@@ -190,7 +173,7 @@ async def test_requests_of_a_removed_engine_resume_elsewhere_from_their_exact_to
         assert sorted(each.group_id for each in arrivals) == group_ids
         for finished in arrivals:
             assert isinstance(finished, Finished)
-            assert two.url in check_exact(finished)
+            assert two.url in check_exact(finished, 2 * NUM_TOKENS)
         assert await asyncio.to_thread(client.take, 0.2) == []
 
 
@@ -214,7 +197,7 @@ async def test_changes_survive_a_router_that_is_killed(mesh: TwoEngines) -> None
             [finished] = await take(client)
             assert finished.group_id == group_id
             assert isinstance(finished, Finished)
-            assert check_exact(finished) <= {two.url, three.url}
+            assert check_exact(finished, 2 * NUM_TOKENS) <= {two.url, three.url}
 
 
 async def test_the_last_engine_needs_force(mesh: TwoEngines) -> None:

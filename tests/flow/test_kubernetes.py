@@ -19,6 +19,7 @@ import pytest
 from rollmesh.cli.healthy import split
 from rollmesh.core.config import Config, load_config
 from rollmesh.core.process import OK
+from tests.flow.compose import write_short_settings
 from tests.flow.containers import Containers
 from tests.flow.demo import read
 from tests.flow.dockerfile import Stages
@@ -454,10 +455,7 @@ def mesh(tmp_path: Path) -> Iterator[Containers]:
     """The pods of cpu-demo, with a short run."""
     images = {"slim": make_slim(tmp_path / "slim"), "full": make_full(tmp_path / "full")}
     settings = tmp_path / "mesh.toml"
-    text = (K8S / "cpu-demo/mesh.toml").read_text()
-    few = "num_steps = 3\ngroups_per_step = 2\nsamples_per_group = 4"
-    text = re.sub("num_steps = .*", few, text)
-    settings.write_text(re.sub("eval_rollouts = .*", "eval_rollouts = 8", text))
+    write_short_settings(K8S / "cpu-demo/mesh.toml", settings, num_steps=3)
     write_secrets(tmp_path, images["slim"])
     containers = Containers(as_compose(build(K8S / "cpu-demo"), settings), tmp_path, images)
     # The worker's secret is that of a pod whose owner is root.

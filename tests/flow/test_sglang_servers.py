@@ -22,7 +22,7 @@ from rollmesh.envs.guess import GuessEnv
 from rollmesh.launch.folder import read_pids
 from rollmesh.testing.sglang_server import write_sglang_python
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
-from tests.flow.demo import Running, read, start_with
+from tests.flow.demo import Running, follow, read, start_with
 
 WAIT_S = 100.0
 KEY = "key-of-the-engines-0123456789"
@@ -51,18 +51,6 @@ def servers_of(python: Path, num: int, *args: str) -> dict[str, object]:
     }
 
 
-def rows(file: Path, pid: int) -> Iterator[Row]:
-    """Lines of a log as they are written, until the process `pid` has ended."""
-    tail = ["tail", "-n", "+1", f"--pid={pid}", "-F", str(file)]
-    with subprocess.Popen(tail, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as reading:
-        try:
-            assert reading.stdout
-            for line in reading.stdout:
-                yield msgspec.json.decode(line)
-        finally:
-            reading.kill()
-
-
 def until(log: Iterator[Row], fits: Callable[[Row], bool]) -> Row:
     """The next line that fits."""
     return next(row for row in log if fits(row))
@@ -89,9 +77,9 @@ def test_a_run_starts_servers_and_restarts_a_killed_one_with_the_newest_weights(
     settings = {"trainer.num_steps": 100_000, **servers_of(python, 2)}
     run = tmp_path / "runs" / "demo"
     with start_with(model, tmp_path, **settings) as process:
-        launched = rows(run / "logs" / "launch.log", process.pid)
+        launched = follow(run / "logs" / "launch.log", process.pid)
         until(launched, is_ready)
-        trained = rows(run / "metrics.jsonl", process.pid)
+        trained = follow(run / "metrics.jsonl", process.pid)
         until(trained, lambda row: row["step"] >= 1 and row.get("policy_version", 0) >= 1)
         first = server_of({row.role: row.pid for row in read_pids(run)}["engine-0"])
         begun = [first, *first.children(recursive=True)]

@@ -6,47 +6,30 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rollmesh.core.ids import GroupId
 from rollmesh.core.process import INTERRUPTED
-from rollmesh.core.types import Branch, Outcome
+from rollmesh.core.types import Outcome
 from rollmesh.serve.client.client import Dropped, Finished
-from rollmesh.serve.client.samples import cut
-from rollmesh.testing.engine import logprob_of
 from rollmesh.wire.messages import (
     GroupState,
 )
-from tests.flow.worker_mesh import PATIENCE_S, Mesh, SlowSink, ask, byte_token, open_mesh, take
+from tests.flow.worker_mesh import (
+    PATIENCE_S,
+    Mesh,
+    SlowSink,
+    ask,
+    check_exact,
+    open_mesh,
+    take,
+)
 
 
 @pytest.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     async with open_mesh(tmp_path) as mesh:
         yield mesh
-
-
-def assert_exact(finished: Finished) -> None:
-    """Check that every sampled token is what the engine's weights give after exactly its prefix."""
-    branches: tuple[Branch, ...] = ("main",)
-    parts = (finished.record, finished.token_ids, finished.logprobs)
-    result = cut(finished.group_id, *parts, branches)
-    assert len(result.samples) == len(finished.record.rollouts)
-    for sample in result.samples:
-        ids = sample.token_ids.tolist()
-        assert sample.loss_mask.sum() == 2 * 3
-        for at in np.flatnonzero(sample.loss_mask):
-            assert ids[at] == byte_token(0, ids[:at])
-            assert sample.logprobs[at] == np.float32(logprob_of(0, ids[at]))
-            assert sample.policy_versions[at] == 0
-        [run] = sample.runs
-        assert (run.num_tokens, run.policy_version) == (2 * 3, 0)
-        assert (run.engine, run.dialect, run.cause) == (
-            *finished.record.rollouts[0].engines,
-            "chat",
-            "",
-        )
 
 
 async def test_group_arrives_once_with_exact_tokens(mesh: Mesh) -> None:
@@ -63,7 +46,7 @@ async def test_group_arrives_once_with_exact_tokens(mesh: Mesh) -> None:
         assert finished.record.rollouts[0].num_calls == 2
         assert {tuple(r.engines) for r in finished.record.rollouts} == {(mesh.engine.url,)}
         assert finished.attempt == 1
-        assert_exact(finished)
+        check_exact(finished, 2 * 3)
     seeds = [
         r.body["sampling_params"].get("sampling_seed")
         for r in mesh.engine.seen
@@ -85,7 +68,7 @@ async def test_group_runs_again_when_its_worker_dies(mesh: Mesh) -> None:
     [finished] = await take(client)
     assert isinstance(finished, Finished)
     assert (finished.group_id, finished.worker_id, finished.attempt) == (group_id, "worker-1", 2)
-    assert_exact(finished)
+    check_exact(finished, 2 * 3)
 
 
 async def test_group_runs_on_another_worker_when_its_own_is_stopped(mesh: Mesh) -> None:
@@ -121,7 +104,7 @@ async def test_group_outlives_its_router_and_runs_once(mesh: Mesh) -> None:
     [finished] = await take(client)
     assert isinstance(finished, Finished)
     assert (finished.group_id, finished.attempt) == (running_id, 1)
-    assert_exact(finished)
+    check_exact(finished, 2 * 3)
     assert mesh.engine.num_seen("/generate") == 4
     # Each process logs in one line what it recovered.
     await mesh.until(lambda: mesh.logged("router", "router.recovered"))

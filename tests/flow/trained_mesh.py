@@ -16,11 +16,13 @@ import msgspec
 import pytest
 
 from rollmesh.core.config import Config, load_config
+from rollmesh.core.files import read_rows
 from rollmesh.core.process import Ready
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.launch.folder import read_addresses
 from rollmesh.launch.plan import plan_serving
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
+from tests.flow.demo import follow
 
 HERE = Path(__file__).parent
 ENDS_WITHIN_S = 60.0
@@ -122,9 +124,7 @@ class TrainedMesh:
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """Rows of one of the run's files, without a torn last line."""
-        path = self.run / name
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        return [msgspec.json.decode(line) for line in lines]
+        return read_rows(self.run / name)
 
     def summary(self) -> dict[str, Any]:
         summary: dict[str, Any] = msgspec.json.decode((self.run / "summary.json").read_bytes())
@@ -154,11 +154,6 @@ class TrainedMesh:
 
 def wait_for(run: Path, role: str) -> Ready:
     """The Ready report of a process of the mesh, once there is one."""
-    tail = ["tail", "-n", "+1", "-F", str(run / "logs" / "launch.log")]
-    with subprocess.Popen(tail, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as stderr_output:
-        assert stderr_output.stdout
-        for line in stderr_output.stdout:
-            event = msgspec.json.decode(line)
-            if event["event"] == "child.ready" and event["child"] == role:
-                stderr_output.terminate()
+    launched = follow(run / "logs" / "launch.log")
+    next(row for row in launched if (row["event"], row.get("child")) == ("child.ready", role))
     return read_addresses(run)[role]

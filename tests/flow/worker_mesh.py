@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.ids import GroupId
 from rollmesh.core.process import INTERRUPTED, OK, RECYCLED, Ready
-from rollmesh.core.types import SamplingPolicy, Task
-from rollmesh.serve.client.client import Arrival, RolloutClient
-from rollmesh.testing.engine import NextToken, ScriptedEngine
+from rollmesh.core.types import Branch, SamplingPolicy, Task
+from rollmesh.serve.client.client import Arrival, Finished, RolloutClient
+from rollmesh.serve.client.samples import cut
+from rollmesh.testing.engine import NextToken, ScriptedEngine, logprob_of
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.wire.frames import Packet, encode_ask
 from rollmesh.wire.keys import Keys
@@ -71,6 +73,24 @@ class Plain(Env):
 def byte_token(policy_version: int, context: Sequence[int]) -> int:
     """Like chain_token, but only ids of the folder's vocabulary, and never a stop."""
     return 1 + zlib.crc32(repr((policy_version, list(context))).encode()) % 200
+
+
+def check_exact(finished: Finished, num_sampled: int) -> set[str]:
+    """Check that each of `num_sampled` tokens of a sample is what the engine's weights give after
+    exactly its prefix; return the engines.
+    """
+    branches: tuple[Branch, ...] = ("main",)
+    parts = (finished.record, finished.token_ids, finished.logprobs)
+    result = cut(finished.group_id, *parts, branches)
+    assert len(result.samples) == len(finished.record.rollouts)
+    for sample in result.samples:
+        ids = sample.token_ids.tolist()
+        assert sample.loss_mask.sum() == num_sampled
+        for at in np.flatnonzero(sample.loss_mask):
+            assert ids[at] == byte_token(0, ids[:at])
+            assert sample.logprobs[at] == np.float32(logprob_of(0, ids[at]))
+            assert sample.policy_versions[at] == 0
+    return {url for rollout in finished.record.rollouts for url in rollout.engines}
 
 
 CONFINED = (

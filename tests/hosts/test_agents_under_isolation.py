@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from rollmesh.core.files import read_rows
 from rollmesh.testing.host_mesh import HostMesh
 from rollmesh.testing.network import HostNetwork
-from rollmesh.testing.run_history import rows
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from tests.flow.test_run import kept
 from tests.flow.trained_mesh import model as model  # the fixture
@@ -162,7 +162,7 @@ def test_agents_on_two_hosts_train_to_the_last_step_through_a_cut_and_kills(
             pids = [pid for host in network.hosts.values() for pid in host.pids()]
             processes = [each for each in psutil.process_iter() if each.pid in pids]
         check_whole(mesh.run, num_steps)
-        trajectories = list(rows(mesh.run / "trajectories.jsonl"))
+        trajectories = read_rows(mesh.run / "trajectories.jsonl")
         assert {each["outcome"] for each in trajectories} == {"completed"}
         has_answer = [each["metrics"]["has_answer"] for each in trajectories]
         assert sum(has_answer) > 0.5 * len(has_answer)

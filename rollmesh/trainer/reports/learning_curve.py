@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import msgspec
+
+from rollmesh.core.files import read_rows
 
 matplotlib.use("Agg")  # no display is needed
 
@@ -67,14 +68,3 @@ def moving_mean(values: list[float], width: int) -> list[float]:
     """Return the mean of each value and up to `width - 1` before it."""
     windows = (values[max(0, at + 1 - width) : at + 1] for at in range(len(values)))
     return [sum(window) / len(window) for window in windows]
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON-lines file, without an incomplete last line."""
-    rows: list[dict[str, Any]] = []
-    for line in path.read_bytes().splitlines():
-        try:
-            rows.append(msgspec.json.decode(line))
-        except msgspec.DecodeError:
-            break
-    return rows

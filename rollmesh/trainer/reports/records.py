@@ -26,6 +26,7 @@ import msgspec
 
 from rollmesh.core.clock import Clock
 from rollmesh.core.errors import FULL, UserError
+from rollmesh.core.files import read_rows
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.logs import get_logger
 from rollmesh.core.types import ErrorPlace, GroupRecord, Json, RolloutRecord
@@ -314,9 +315,7 @@ class RunRecords:
 
 def read_recoveries(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of the trainer's restarts, without an incomplete last row."""
-    path = folder / RECOVERIES
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return [msgspec.json.decode(line) for line in lines]
+    return read_rows(folder / RECOVERIES)
 
 
 def restarts_of(folder: Path) -> dict[str, int]:

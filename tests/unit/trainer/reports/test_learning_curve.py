@@ -4,12 +4,13 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.trainer.reports.learning_curve import draw_learning, moving_mean, read_rows
+from rollmesh.core.files import read_rows
+from rollmesh.trainer.reports.learning_curve import draw_learning, moving_mean
 
 
 def write(folder: Path, rows: list[dict[str, object]], tail: bytes = b"") -> None:
-    lines = [msgspec.json.encode(row) for row in rows]
-    (folder / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n" + tail)
+    lines = [msgspec.json.encode(row) + b"\n" for row in rows]
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines) + tail)
 
 
 def step(number: int) -> dict[str, object]:
