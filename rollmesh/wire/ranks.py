@@ -80,6 +80,10 @@ class EndRank(Message, frozen=True, tag="end_rank"):
     reason: str
 
 
+LATE = "the trainer's ranks are complete, and trained without this one"
+"""The reason of AbortRank for a process that may join the trainer's next ranks."""
+
+
 class AbortRank(Message, frozen=True, tag="abort_rank"):
     """End at once, also within a call: another rank is lost."""
 

@@ -36,7 +36,7 @@ import torch
 from rollmesh.core.addresses import is_loopback, with_host
 from rollmesh.core.errors import RollmeshError, WireError
 from rollmesh.core.logs import get_logger, setup
-from rollmesh.core.process import FAILED, OK, die_with_parent
+from rollmesh.core.process import FAILED, OK, RECYCLED, die_with_parent
 from rollmesh.core.redaction import redact_output
 from rollmesh.core.text import printable
 from rollmesh.serve.client.client import address_here
@@ -64,6 +64,7 @@ from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.keys import Keys, Role, read_keys
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.ranks import (
+    LATE,
     AbortRank,
     CallEnded,
     CallStaged,
@@ -311,7 +312,7 @@ class RankProcess:
             sys.stderr.write(f"rollmesh: rank {self._spec.rank} ends: {printable(why)}\n")
             sys.stderr.flush()
         self._tensor_runtime.abandon()
-        os._exit(FAILED)
+        os._exit(RECYCLED if why == LATE else FAILED)
 
     def _renew(self) -> None:
         """Renew leases: the controller is alive, so tensors of this rank are needed."""

@@ -24,6 +24,7 @@ from rollmesh.core.errors import CallFailed, RankError, RankGone
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import Received, Ticked
 from rollmesh.wire.ranks import (
+    LATE,
     AbortRank,
     CallEnded,
     CallStaged,
@@ -419,7 +420,7 @@ class RankGroup:
         """Why a process may not join as this rank; '' if it may."""
         is_silent = now_s - rank.received_s >= REPLACE_BEATS * self._settings.beat_s
         if self._is_met or self.state is not RankGroupState.FORMING:
-            return "the trainer's ranks are complete, and trained without this one"
+            return LATE
         if rank.route and not is_silent:
             return f"rank {hello.rank} has joined from {rank.host}; give each rank its own number"
         if hello.plan != self._plan:

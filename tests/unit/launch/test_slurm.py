@@ -12,6 +12,7 @@ import pytest
 from rollmesh.core.config import (
     Config,
     EngineConfig,
+    LaunchConfig,
     ModelConfig,
     SlurmConfig,
     TrainerConfig,
@@ -20,7 +21,7 @@ from rollmesh.core.config import (
 from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.core.gpus import PLACES_VARIABLE
 from rollmesh.core.orphans import MARK_VARIABLE
-from rollmesh.core.process import OK, USAGE
+from rollmesh.core.process import OK, RECYCLED, USAGE
 from rollmesh.launch.hosts.base import ChildOrder
 from rollmesh.launch.hosts.slurm import (
     Allocation,
@@ -35,7 +36,15 @@ from rollmesh.launch.hosts.slurm import (
     resolved,
     sized,
 )
-from rollmesh.launch.plan import plan_mesh
+from rollmesh.launch.machine import (
+    ChildExited,
+    ChildReady,
+    Notice,
+    StartChild,
+    SupervisionMachine,
+    TimePassed,
+)
+from rollmesh.launch.plan import plan_mesh, plan_rank
 
 SCONTROL = """\
 NodeName=gpu-1 Arch=x86_64 CoresPerSocket=1 NodeAddr=10.0.0.1 NodeHostName=gpu-1 OS=Linux 6.1 #1 SMP
@@ -168,6 +177,21 @@ def test_a_process_stays_at_home_if_it_has_gpus_or_no_node_is_left() -> None:
     assert choice.choose(order("engine-0"), now_s=2.0) == "n2"
     choice.lose("n2", now_s=3.0)
     assert choice.choose(order("worker-0"), now_s=4.0) == "n2"
+
+
+def test_a_rank_that_comes_before_the_trainer_restarts_does_not_count_as_dead() -> None:
+    config = Config(trainer=TrainerConfig(num_ranks=2, num_local_ranks=1))
+    rank = plan_rank(config, 1, num_gpus=0, local_rank=0)
+    rank = msgspec.structs.replace(rank, argv=())
+    machine = SupervisionMachine([rank], LaunchConfig(max_restarts=2))
+    machine.step(TimePassed(), 0.0)
+    machine.step(ChildReady("rank-1"), 1.0)
+    assert [*map(type, machine.step(ChildExited("rank-1", -9), 2.0))] == [Notice]
+    for now_s in range(20, 200, 20):
+        assert machine.step(TimePassed(), now_s) == [StartChild("rank-1")]
+        machine.step(ChildReady("rank-1"), now_s + 1)
+        assert machine.step(ChildExited("rank-1", RECYCLED), now_s + 2) == []
+    assert machine.end is None
 
 
 def test_addresses_of_nodes_are_those_that_slurm_uses() -> None:
