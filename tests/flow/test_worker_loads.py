@@ -40,6 +40,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.slow
 async def test_environment_that_fails_to_load_is_reported_to_its_clients_at_once(
     mesh: Mesh,
 ) -> None:

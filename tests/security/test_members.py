@@ -88,6 +88,7 @@ print(json.dumps({"has_keys": has_keys, "received": sorted(received)}))
 """
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user"),
 ]
