@@ -404,16 +404,16 @@ class SupervisionMachine:
         window_s = self._settings.restart_window_s
         if not child.died_loading:
             child.deaths_s = [at_s for at_s in child.deaths_s if now_s - at_s < window_s]
-        is_rested = now_s - child.started_s >= self._settings.min_recycle_s
-        if event.code == RECYCLED and is_rested and not child.plan.is_rank:
+        if event.code == RECYCLED and child.plan.is_rank:
+            # The trainer has not noticed yet that it lost the rank's last process.
+            delay_s = max(self._settings.restart_delay_s, 2 * child.back_off_s)
+            child.back_off_s = min(self._settings.max_restart_delay_s, delay_s)
+            child.enter(ChildState.BACKING_OFF, now_s)
+            return []
+        if event.code == RECYCLED and now_s - child.started_s >= self._settings.min_recycle_s:
             child.back_off_s = 0.0
             child.enter(ChildState.BACKING_OFF, now_s)
             return [Notice(f"{event.role} recycled itself: {event.last_line}")]
-        if event.code == RECYCLED and child.plan.is_rank:
-            # The trainer has not noticed yet that it lost the rank's last process.
-            child.back_off_s = min(self._settings.max_restart_delay_s, 2 * child.back_off_s)
-            child.enter(ChildState.BACKING_OFF, now_s)
-            return []
         child.deaths_s.append(now_s)
         num_deaths = len(child.deaths_s)
         if num_deaths <= self._settings.max_restarts:
